@@ -1,0 +1,43 @@
+"""Which terms of the plan grammar have a strategy behind them; landing a strategy is one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..errors import PlanError
+from .fields import PlanFields
+from .text import terms
+
+LANDED = frozenset(
+    {
+        "dp",
+        "acc",
+        "zero",
+        "zero:group",
+        "fsdp",
+        "bf16",
+        "fp16",
+        "recompute",
+    }
+)
+
+# What would work until the term has landed; a schedule or micro-batches fall away with the pipeline.
+INSTEAD = {
+    "tp": "zero3, which divides the parameters as well",
+    "cp": "recompute, which makes room for longer sequences",
+    "ulysses": "recompute, which makes room for longer sequences",
+    "ring": "recompute, which makes room for longer sequences",
+    "pp": "zero3, which divides the parameters as well",
+    "ep": "zero3, which divides the experts as well",
+    "gemini": "zero3",
+    "offload": "zero3",
+    "fp8": "bf16",
+}
+
+
+def not_landed(plan: PlanFields) -> Iterator[PlanError]:
+    """Yields one error for each term of the plan whose strategy is still missing."""
+    for strategy, term in terms(plan):
+        if strategy not in LANDED:
+            remedy = INSTEAD.get(strategy.split(":")[0], f"leave {term} out")
+            yield PlanError(f"{term} has not landed", remedy=remedy)
