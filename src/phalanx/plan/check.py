@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ..errors import PlanError
-from .fields import AXES, PlanFields
+from phalanx.errors import PlanError
+from phalanx.plan.fields import AXES, PlanFields
 
 
 def conflicts(plan: PlanFields, anatomy: object | None = None, world: int | None = None) -> list[PlanError]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import PlanError
+from phalanx.errors import PlanError
 
 AXES = ("dp", "pp", "cp", "tp")
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")

@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import PlanError
-from .fields import Budgets, PlanFields
-from .text import nearest, overruled
+from phalanx.errors import PlanError
+from phalanx.plan.fields import Budgets, PlanFields
+from phalanx.plan.text import nearest, overruled
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..errors import PlanError
-from .fields import PlanFields
-from .text import terms
+from phalanx.errors import PlanError
+from phalanx.plan.fields import PlanFields
+from phalanx.plan.text import terms
 
 LANDED = frozenset(
     {

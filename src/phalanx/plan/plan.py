@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import PlanError
-from . import file, text
-from .check import conflicts
-from .fields import PlanFields, raise_all
-from .landed import not_landed
+from phalanx.errors import PlanError
+from phalanx.plan import file, text
+from phalanx.plan.check import conflicts
+from phalanx.plan.fields import PlanFields, raise_all
+from phalanx.plan.landed import not_landed
 
 
 @dataclass(frozen=True, kw_only=True)

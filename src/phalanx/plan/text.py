@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ..errors import PlanError
-from .fields import PRECISIONS, SCHEDULES, PlanFields
+from phalanx.errors import PlanError
+from phalanx.plan.fields import PRECISIONS, SCHEDULES, PlanFields
 
 # Each exact word: the family of terms it belongs to (a plan takes one term of each family), and the fields it sets.
 _WORDS: dict[str, tuple[str, dict[str, Any]]] = {
