@@ -1,0 +1,309 @@
+"""A chunk: the parameters of one unit of execution, laid out flat, and the parts of its state that this rank holds.
+
+A flat tensor of `num_elements` (padded so that all shards are equal) holds the parameters one after another. Cutting it into
+`axis.size` equal shards needs no copy to gather and none to scatter, for any mixture of parameter shapes.
+
+    full      what the forward computes with, in compute dtype; its storage is empty while a sharded chunk is released
+    master    what the optimizer updates, in master dtype: this rank's shard, or everything where the optimizer is not sharded
+    gradient  the local gradient of one or several passes, in gradient dtype
+    reduced   this rank's part of the gradient summed over ranks
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from phalanx.cluster import comm
+from phalanx.cluster.mesh import Axis
+from phalanx.layout import Layout, round_up
+from phalanx.memory.policy import Policy
+from phalanx.precision import DTypes
+
+ALIGNMENT_BYTES = 64  # a cache line, so that vectorised kernels run at full speed on a view of any parameter
+
+
+@dataclass
+class Slot:
+    """One parameter's place in its chunk.
+
+    `owners` are the (module, attribute) pairs under which the model reaches it; more than one where weights are tied.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    owners: list[tuple[nn.Module, str]]
+    offset: int = 0
+    shard: nn.Parameter | None = field(default=None, repr=False)
+    used: bool = False  # a gradient arrived since the last optimizer step
+    written: bool = False  # the chunk's gradient buffer holds a value for it
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.parameter.shape
+
+    @property
+    def num_elements(self) -> int:
+        return self.parameter.numel()
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.num_elements
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """This parameter's part of a full flat tensor, in its own shape."""
+        return flat[self.offset : self.stop].view(self.shape)
+
+
+class Chunk:
+    """A group of parameters that is gathered, reduced and updated together.
+
+    Cost: per rank, with n shards and P elements: parameter P or P/n, gradient P or P/n, optimizer state P or P/n, as `policy` says.
+    """
+
+    def __init__(self, name: str, slots: list[Slot], dtypes: DTypes, policy: Policy, axis: Axis, device: torch.device):
+        self.name, self.slots, self.dtypes, self.policy, self.axis, self.device = name, slots, dtypes, policy, axis, device
+        self.num_elements = self._place_slots()
+        self.shard_elements = self.num_elements // axis.size
+        self.start = axis.index * self.shard_elements
+        self.stop = self.start + self.shard_elements
+        self.poison: dict[str, torch.Tensor] = {}
+        self.is_gathered = True
+        self.pending_gather: comm.Pending | None = None
+        self.gradient: torch.Tensor | None = None
+        self.reduced: torch.Tensor | None = None
+        self.is_reduced = False  # what the buffers hold is the sum over ranks
+        self.full = torch.empty(self.num_elements, dtype=dtypes.compute, device=device)
+        self.compute_shard = self._new_compute_shard()
+        self.master = self._new_master()
+        self.shards = list(self._make_shards())
+
+    def _place_slots(self) -> int:
+        item = max(self.dtypes.compute.itemsize, 1)
+        align, offset = max(1, ALIGNMENT_BYTES // item), 0
+        for slot in self.slots:
+            slot.offset = offset
+            offset += round_up(slot.num_elements, align)
+        return round_up(offset, align * self.axis.size)
+
+    def _new_compute_shard(self) -> torch.Tensor:
+        """What this rank contributes to a gather: its part of `full` itself, unless `full` comes and goes."""
+        if not self.policy.parameter:
+            return self.full[self.start : self.stop]
+        return torch.empty(self.shard_elements, dtype=self.dtypes.compute, device=self.device)
+
+    def _new_master(self) -> torch.Tensor:
+        whole = not self.policy.optimizer
+        if self.dtypes.master == self.dtypes.compute:
+            return self.full if whole else self.compute_shard
+        size = self.num_elements if whole else self.shard_elements
+        return torch.empty(size, dtype=self.dtypes.master, device=self.device)
+
+    def _make_shards(self) -> Iterator[Slot]:
+        """Gives each slot that has elements here the parameter that the optimizer updates; yields those slots."""
+        for slot in self.slots:
+            if not self.policy.optimizer:
+                slot.shard = slot.parameter if self.master is self.full else nn.Parameter(slot.view(self.master))
+                yield slot
+            elif slot.num_elements and self.local_run(slot)[0] < self.local_run(slot)[1]:
+                slot.shard = nn.Parameter(self.shard_view(slot, self.master))
+                yield slot
+
+    # -- where things lie ----------------------------------------------------------------------------------------------
+
+    def local_run(self, slot: Slot) -> tuple[int, int]:
+        """The elements of a parameter that lie in this rank's shard, as a range of the flattened parameter."""
+        first = min(max(self.start - slot.offset, 0), slot.num_elements)
+        return first, max(first, min(self.stop - slot.offset, slot.num_elements))
+
+    def shard_view(self, slot: Slot, shard: torch.Tensor) -> torch.Tensor:
+        """A parameter's elements within a tensor that holds this rank's shard, flat."""
+        first, last = self.local_run(slot)
+        return shard[slot.offset + first - self.start : slot.offset + last - self.start]
+
+    def layout(self, slot: Slot) -> Layout:
+        """The logical place of what the optimizer holds of a parameter on this rank."""
+        whole = Layout.whole(slot.shape)
+        return whole.with_run(*self.local_run(slot)) if self.policy.optimizer else whole
+
+    @property
+    def is_trainable(self) -> bool:
+        return any(slot.parameter.requires_grad for slot in self.slots)
+
+    @property
+    def is_natural(self) -> bool:
+        """Whether gradients can stay where autograd puts them: one rank, and no dtype to change."""
+        return self.axis.size == 1 and self.dtypes.master == self.dtypes.compute == self.dtypes.gradient
+
+    @property
+    def bytes_per_gather(self) -> int:
+        return self.num_elements * self.dtypes.compute.itemsize
+
+    # -- parameters ----------------------------------------------------------------------------------------------------
+
+    def adopt(self, slot: Slot, value: torch.Tensor) -> None:
+        """Takes a parameter's full value into the parts that this rank keeps. Needs `full` only where it stays."""
+        value = value.detach()
+        if not self.policy.parameter:
+            slot.view(self.full).copy_(value)
+        run = slice(*self.local_run(slot))
+        if self.policy.optimizer:
+            self.shard_view(slot, self.master).copy_(value.reshape(-1)[run])
+        elif self.master is not self.full:
+            slot.view(self.master).copy_(value)
+        if self.compute_shard is not self.master:
+            self.shard_view(slot, self.compute_shard).copy_(value.reshape(-1)[run])
+
+    def bind(self) -> None:
+        """Points the model's parameters at `full`, which from now on is their memory."""
+        for slot in self.slots:
+            slot.parameter.data = slot.view(self.full)
+
+    def start_gather(self) -> None:
+        """Begins to fill `full` from all shards; a no-op while it is filled or being filled."""
+        if self.is_gathered or self.pending_gather is not None:
+            return
+        self.full.untyped_storage().resize_(self.bytes_per_gather)
+        self.pending_gather = comm.all_gather(self.full, self.compute_shard, self.axis, wait=False)
+
+    def gather(self) -> None:
+        """Fills `full` and lets the parameters show it.
+
+        Cost: (n-1)/n of the chunk's bytes in compute dtype, received and sent.
+        """
+        if self.is_gathered:
+            return
+        self.start_gather()
+        assert self.pending_gather is not None
+        self.pending_gather.wait()
+        self.pending_gather, self.is_gathered = None, True
+        self.bind()
+
+    def release(self) -> None:
+        """Drops the gathered parameters. Whoever reads one while it is away reads NaN in its shape, never freed memory."""
+        if self.pending_gather is not None:
+            self.pending_gather.wait()
+            self.pending_gather = None
+        self.is_gathered = False
+        for slot in self.slots:
+            slot.parameter.data = self._placeholder(slot)
+        self.full.untyped_storage().resize_(0)
+
+    def _placeholder(self, slot: Slot) -> torch.Tensor:
+        if slot.name not in self.poison:
+            value = math.nan if self.dtypes.compute.is_floating_point else 0
+            self.poison[slot.name] = torch.full((), value, dtype=self.dtypes.compute, device=self.device).expand(slot.shape)
+        return self.poison[slot.name]
+
+    def publish(self) -> comm.Pending | None:
+        """Makes an update of `master` visible: casts it, and gathers where every rank keeps the whole parameter.
+
+        Cost: for ZeRO-1 and 2 (n-1)/n of the chunk's bytes in compute dtype; else none.
+        """
+        if not self.policy.optimizer:
+            if self.master is not self.full:
+                self.full.copy_(self.master)
+            return None
+        if self.master is not self.compute_shard:
+            self.compute_shard.copy_(self.master)
+        if self.policy.parameter:
+            if self.is_gathered:
+                self.release()
+            return None
+        return comm.all_gather(self.full, self.compute_shard, self.axis, wait=False)
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def add_gradient(self, slot: Slot, gradient: torch.Tensor) -> None:
+        """Adds one pass's gradient of one parameter to the local sum."""
+        if self.gradient is None:
+            self.gradient = torch.empty(self.num_elements, dtype=self.dtypes.gradient, device=self.device)
+        place = slot.view(self.gradient)
+        if slot.written:
+            place.add_(gradient.to(place.dtype))  # an add over mixed dtypes is several times slower than a cast and an add
+        else:
+            place.copy_(gradient)
+            slot.written = True
+        slot.used = True
+
+    def _complete_gradient(self) -> torch.Tensor:
+        """The local gradient with zeros for what no pass has reached."""
+        if self.gradient is None:
+            self.gradient = torch.zeros(self.num_elements, dtype=self.dtypes.gradient, device=self.device)
+        for slot in self.slots:
+            if not slot.written:
+                slot.view(self.gradient).zero_()
+        return self.gradient
+
+    def start_reduce(self) -> comm.Pending:
+        """Begins the sum of the local gradients over all ranks; `finish_reduce` ends it."""
+        gradient = self._complete_gradient()
+        if not self.policy.optimizer:
+            return comm.all_reduce(gradient, self.axis, wait=False)
+        if not self.policy.gradient:
+            # In place: this rank's part of the buffer becomes the sum, the rest is spent.
+            self.reduced = gradient[self.start : self.stop]
+            return comm.reduce_scatter(self.reduced, gradient, self.axis, wait=False)
+        fresh = torch.empty(self.shard_elements, dtype=self.dtypes.gradient, device=self.device)
+        self._fresh = fresh
+        return comm.reduce_scatter(fresh, gradient, self.axis, wait=False)
+
+    def finish_reduce(self, pending: comm.Pending) -> None:
+        """Waits for `start_reduce` and adds its result to what earlier passes left."""
+        pending.wait()
+        self.is_reduced = True
+        if not self.policy.gradient:
+            return
+        for slot in self.slots:
+            slot.written = False
+        self.gradient = None
+        self.reduced = self._fresh if self.reduced is None else self.reduced.add_(self._fresh)
+        del self._fresh
+
+    def reopen_gradient(self) -> None:
+        """Makes a reduced buffer a local one again, so that one more pass can be added and all reduced once more.
+
+        The sum stays on one rank, the other ranks drop it: the next reduction then counts it once.
+        """
+        self.is_reduced = False
+        if self.policy.gradient or self.gradient is None:
+            return
+        keep = slice(self.start, self.stop) if self.policy.optimizer else slice(0, self.num_elements if self.axis.index == 0 else 0)
+        self.gradient[: keep.start].zero_()
+        self.gradient[keep.stop :].zero_()
+        for slot in self.slots:
+            slot.written = True
+
+    def expose_gradients(self) -> None:
+        """Sets `.grad` of what the optimizer holds, for the parameters that got a gradient on any rank."""
+        if self.is_natural:
+            return
+        for slot in self.shards:
+            assert slot.shard is not None
+            slot.shard.grad = self.gradient_view(slot) if slot.used else None
+
+    def gradient_view(self, slot: Slot) -> torch.Tensor:
+        """The summed gradient of what the optimizer holds of a parameter."""
+        if self.is_natural:
+            assert slot.parameter.grad is not None
+            return slot.parameter.grad
+        if not self.policy.optimizer:
+            assert self.gradient is not None
+            return slot.view(self.gradient)
+        assert self.reduced is not None
+        return self.shard_view(slot, self.reduced)
+
+    def clear_gradients(self) -> None:
+        """Forgets every gradient; buffers that the policy keeps are kept."""
+        for slot in self.slots:
+            slot.used = slot.written = False
+            slot.parameter.grad = None
+            if slot.shard is not None:
+                slot.shard.grad = None
+        self.reduced, self.is_reduced = None, False
+        if self.policy.gradient:
+            self.gradient = None

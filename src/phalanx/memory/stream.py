@@ -1,0 +1,191 @@
+"""Brings sharded parameters to the device just before a unit runs, and lets them go after it (ZeRO-3).
+
+Units run in the same order step after step. That order is recorded once, agreed on by all ranks, and followed: while one unit
+computes, the next one is gathered. A rank that leaves the order alone is found before it can wait for a collective that nobody joins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from phalanx.cluster import comm
+from phalanx.cluster.mesh import Axis
+from phalanx.memory.chunk import Chunk
+from phalanx.memory.partition import Unit
+
+
+class Trace:
+    """The order in which units run in one direction, the same on all ranks."""
+
+    def __init__(self, name: str, axis: Axis, units: Sequence[Unit]):
+        self.name, self.axis, self.units = name, axis, units
+        self.order: list[int] = []
+        self.position = 0
+        self.number = 0
+
+    def begin(self) -> None:
+        self.position = 0
+        self.number += 1
+
+    def visit(self, unit: int) -> int | None:
+        """Notes that a unit runs now; returns the one that runs next, as far as it is known.
+
+        Raises: CommError on every rank where ranks disagree about what runs now.
+        """
+        if self.position >= len(self.order) or self.order[self.position] != unit:
+            self._agree(unit)
+            self.order = [*self.order[: self.position], unit]
+        self.position += 1
+        return self.order[self.position] if self.position < len(self.order) else None
+
+    def end(self) -> None:
+        """Notes that nothing more runs in this direction."""
+        if self.position < len(self.order):
+            self._agree(-1)
+            self.order = self.order[: self.position]
+
+    def _agree(self, unit: int) -> None:
+        what = "the end of the pass" if unit < 0 else f"module '{self.units[unit].name}'"
+        comm.agree(f"{self.name} pass {self.number}, place {self.position}", what, self.axis)
+
+
+class ParameterStream:
+    """Hooks on the units of one model that gather and release their chunks.
+
+    Cost: two gathers of each unit's parameters per pass (forward, backward); at most two units are gathered at a time.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], axis: Axis):
+        self.units = [unit for unit in units if not unit.stays]
+        self.axis = axis
+        self.depth = 0
+        self.held = 0
+        self.forward = {grad: Trace("forward" if grad else "evaluation", axis, self.units) for grad in (True, False)}
+        self.backward = Trace("backward", axis, self.units)
+        self.unit_of = {id(chunk): unit for unit in self.units for chunk in unit.chunks}
+        self.handles: list[Any] = [model.register_forward_pre_hook(self._begin_forward, prepend=True)]
+        self.handles.append(model.register_forward_hook(self._end_forward, always_call=True))
+        for index, unit in enumerate(self.units):
+            for module in unit.modules:
+                self.handles.append(module.register_forward_pre_hook(self._before(index), prepend=True, with_kwargs=True))
+                self.handles.append(module.register_forward_hook(self._after(index), with_kwargs=True))
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    @torch._dynamo.disable
+    def _begin_forward(self, module: nn.Module, args: Any) -> None:
+        self.depth += 1
+        if self.depth == 1 and not self.held:
+            self.forward[torch.is_grad_enabled()].begin()
+
+    @torch._dynamo.disable
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.depth = max(self.depth - 1, 0)
+        if self.depth == 0 and output is not None and not self.held:
+            self.forward[torch.is_grad_enabled()].end()
+
+    def _before(self, index: int) -> Callable:
+        @torch._dynamo.disable
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not self.held:
+                self._fetch(index, self.forward[torch.is_grad_enabled()].visit(index))
+
+        return before
+
+    def _after(self, index: int) -> Callable:
+        @torch._dynamo.disable
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self.held:
+                return
+            trace, unit = self.forward[torch.is_grad_enabled()], self.units[index]
+            outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
+            if outputs:
+                register_multi_grad_hook(outputs, lambda _: self._before_backward(index), mode="any")
+                self._release_frozen_after_backward(unit, [*tensors_in(args), *tensors_in(kwargs)])
+            ends = trace.position == len(trace.order) and trace.number > 1
+            if not (outputs and ends):  # what runs last in the forward runs first in the backward
+                self._release(unit)
+
+        return after
+
+    def _fetch(self, index: int, following: int | None) -> None:
+        unit = self.units[index]
+        for chunk in unit.chunks:
+            chunk.gather()
+        if following is not None:
+            for chunk in self.units[following].chunks:
+                chunk.start_gather()
+
+    def _release(self, unit: Unit) -> None:
+        for chunk in unit.chunks:
+            chunk.release()
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        self.backward.begin()
+
+    def _before_backward(self, index: int) -> None:
+        self._fetch(index, self.backward.visit(index))
+
+    def _release_frozen_after_backward(self, unit: Unit, inputs: Sequence[torch.Tensor]) -> None:
+        """Frozen chunks get no gradient that would tell that they are no longer read; the gradients of their inputs tell."""
+        frozen = [chunk for chunk in unit.chunks if not chunk.is_trainable]
+        needing = [tensor for tensor in inputs if tensor.requires_grad]
+        if frozen and needing:
+            register_multi_grad_hook(needing, lambda _: [chunk.release() for chunk in frozen], mode="all")
+
+    def chunk_complete(self, chunk: Chunk) -> None:
+        """All gradients of a chunk are there, so nothing reads its parameters any more in this backward."""
+        if id(chunk) in self.unit_of and not self.held:
+            chunk.release()
+
+    def end_backward(self) -> None:
+        self.backward.end()
+        self.release_all()
+
+    def release_all(self) -> None:
+        """Releases whatever is gathered, also what was fetched ahead in vain."""
+        for unit in self.units:
+            for chunk in unit.chunks:
+                if chunk.is_gathered or chunk.pending_gather is not None:
+                    chunk.release()
+
+    # -- whole model ---------------------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Gathers everything and keeps it until `let_go`: for generation, where ranks may run different numbers of passes."""
+        self.held += 1
+        for unit in self.units:
+            for chunk in unit.chunks:
+                chunk.gather()
+
+    def let_go(self) -> None:
+        self.held -= 1
+        if not self.held:
+            self.release_all()
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for item in fields(value):
+            yield from tensors_in(getattr(value, item.name))
