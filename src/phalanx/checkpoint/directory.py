@@ -1,0 +1,86 @@
+"""How a checkpoint directory comes to be and is replaced: at every moment the old or the new one can be loaded.
+
+Beside `step-100` stand, while it is saved, `.step-100.saving-TOKEN` (the new one, growing) and, for a moment, `.step-100.old-TOKEN`
+(the one that it replaces). Both carry the marker only if they are complete.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from phalanx.checkpoint import disk
+from phalanx.checkpoint.disk import MARKER
+from phalanx.checkpoint.manifest import MANIFEST, read
+from phalanx.errors import CheckpointError
+
+
+def resolve(path: str | os.PathLike) -> Path:
+    """The absolute path with links followed, so that the directory itself and not a link to it is renamed."""
+    return Path(os.path.realpath(os.path.expanduser(path)))
+
+
+def beside(path: Path, kind: str, token: str) -> Path:
+    """The hidden sibling of a checkpoint in which it is written ("saving") or kept while replaced ("old")."""
+    return path.parent / f".{path.name}.{kind}-{token}"
+
+
+def siblings(path: Path, kind: str) -> list[Path]:
+    """The hidden siblings of that kind which exist."""
+    prefix = f".{path.name}.{kind}-"
+    if not path.parent.is_dir():
+        return []
+    return sorted(entry for entry in path.parent.iterdir() if entry.name.startswith(prefix) and entry.is_dir())
+
+
+def begin(path: Path, token: str) -> Path:
+    """Makes the directory in which the checkpoint is written, and removes what killed attempts left.
+
+    Raises: CheckpointError where `path` holds something that is not a checkpoint, which saving would delete.
+    """
+    if path.exists() and (not path.is_dir() or (any(path.iterdir()) and not (path / MANIFEST).exists())):
+        raise CheckpointError(f"{path} exists and is not a Phalanx checkpoint; saving there would delete it", remedy="another directory")
+    for stale in siblings(path, "saving"):
+        disk.remove_tree(stale)
+    growing = beside(path, "saving", token)
+    disk.make_directory(growing)
+    return growing
+
+
+def finish(growing: Path, path: Path, token: str, marker: bytes) -> None:
+    """Puts a written directory in its place, marks it complete, and only then deletes what it replaces."""
+    aside = beside(path, "old", token)
+    replaces = path.exists()
+    if replaces:
+        disk.rename(path, aside)
+    try:
+        disk.rename(growing, path)
+        disk.write_file(path / MARKER, marker)
+        disk.flush_directory(path)
+    except OSError:
+        if replaces:
+            if path.exists():
+                disk.rename(path, growing)
+            disk.rename(aside, path)
+        raise
+    for old in siblings(path, "old"):
+        disk.remove_tree(old)
+
+
+def abandon(path: Path, token: str) -> None:
+    """Removes what a failed save left; failing disks may keep it, and the next save removes it."""
+    shutil.rmtree(beside(path, "saving", token), ignore_errors=True)
+
+
+def find(path: Path) -> Path:
+    """The directory to load: the checkpoint itself, or the complete one that a killed save had moved aside.
+
+    Raises: CheckpointError that says what is wrong with `path`.
+    """
+    if (path / MARKER).exists():
+        return path
+    complete = [old for old in siblings(path, "old") if (old / MARKER).exists()]
+    if complete:
+        return max(complete, key=lambda old: read(old).saved_at_s)
+    return path
