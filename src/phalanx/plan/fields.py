@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ class PlanFields:
     """The choices of one plan, one field each.
 
     `dp` None takes what the world leaves, `micro` None is twice `pp`. `ulysses` and `ring` are None together: `cp` alone is named.
-    `recompute` is None, "full", "selective" or the fraction of layers. `interleaved` is the number of chunks a stage holds under `1f1b`.
+    `offload` keeps the optimizer's state in host memory. `recompute` is None, "full", "selective" or the fraction of layers. `interleaved` is the number of chunks a stage holds under `1f1b`.
 
     Raises: PlanError, listing every field with a value it cannot have.
     """
@@ -121,8 +122,9 @@ class PlanFields:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices or isinstance(value, bool):
-                allowed = ", ".join(str(choice) for choice in choices)
-                yield PlanError(f"{name} is {value!r}", allowed=allowed, remedy=f"{name} {choices[1]}")
+                known = [str(choice) for choice in choices]
+                close = difflib.get_close_matches(str(value), known, n=1)
+                yield PlanError(f"{name} is {value!r}", allowed=", ".join(known), remedy=f"{name} {close[0] if close else known[-1]}")
         if not _is_recompute(self.recompute):
             allowed = '"full", "selective", or a fraction above 0 and up to 1'
             yield PlanError(f"recompute is {self.recompute!r}", allowed=allowed, remedy="recompute=0.5, or leave it out")

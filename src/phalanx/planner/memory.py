@@ -13,6 +13,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -44,8 +45,8 @@ def predict(
         term = "gemini" if plan.gemini else "offload" if plan.offload else plan.precision
         raise PlanError(f"the memory of {term} has no closed form", allowed="zero0 to zero3, fsdp", remedy="zero3")
     if data_size < 1 or sum(chunk_sizes) < num_parameters:
-        found = f"chunks of {sum(chunk_sizes)} elements for {num_parameters} parameters on {data_size} data ranks"
-        raise ConfigError(found, allowed="chunks that hold every parameter, and 1 data rank or more")
+        impossible = f"chunks of {sum(chunk_sizes)} elements for {num_parameters} parameters on {data_size} data ranks"
+        raise ConfigError(impossible, allowed="chunks that hold every parameter, and 1 data rank or more")
     stage = 3 if plan.fsdp else plan.zero
     num_shards = (plan.zero_group or data_size) if stage else 1
     full, shard = sum(chunk_sizes), sum(-(-size // num_shards) for size in chunk_sizes)
@@ -81,4 +82,4 @@ def scale_activations(measured_bytes: int, measured_rows: int, global_rows: int,
 
 def _largest_pair(sizes: Sequence[int]) -> int:
     """The most that two consecutive chunks hold: the one that computes and the one that is fetched ahead."""
-    return max((first + second for first, second in zip(sizes, sizes[1:], strict=False)), default=sum(sizes))
+    return max((first + second for first, second in itertools.pairwise(sizes)), default=sum(sizes))
