@@ -32,6 +32,7 @@ class Slot:
     """One parameter's place in its chunk.
 
     `owners` are the (module, attribute) pairs under which the model reaches it; more than one where weights are tied.
+    `dtype` is the one that the person's model has, `identity` the id of the parameter that it was built with.
     """
 
     name: str
@@ -39,8 +40,13 @@ class Slot:
     owners: list[tuple[nn.Module, str]]
     offset: int = 0
     shard: nn.Parameter | None = field(default=None, repr=False)
+    dtype: torch.dtype = field(init=False)
+    identity: int = field(init=False)
     used: bool = False  # a gradient arrived since the last optimizer step
     written: bool = False  # the chunk's gradient buffer holds a value for it
+
+    def __post_init__(self) -> None:
+        self.dtype, self.identity = self.parameter.dtype, id(self.parameter)
 
     @property
     def shape(self) -> torch.Size:
@@ -65,8 +71,12 @@ class Chunk:
     Cost: per rank, with n shards and P elements: parameter P or P/n, gradient P or P/n, optimizer state P or P/n, as `policy` says.
     """
 
-    def __init__(self, name: str, slots: list[Slot], dtypes: DTypes, policy: Policy, axis: Axis, device: torch.device):
-        self.name, self.slots, self.dtypes, self.policy, self.axis, self.device = name, slots, dtypes, policy, axis, device
+    def __init__(
+        self, name: str, slots: list[Slot], dtypes: DTypes, policy: Policy, axis: Axis, reduce_axis: Axis, device: torch.device
+    ):
+        self.name, self.slots, self.dtypes, self.policy, self.device = name, slots, dtypes, policy, device
+        self.axis = axis
+        self.reduce_axis = reduce_axis  # the same ranks as `axis`, on a channel of its own: the two kinds interleave freely
         self.num_elements = self._place_slots()
         self.shard_elements = self.num_elements // axis.size
         self.start = axis.index * self.shard_elements
@@ -243,14 +253,14 @@ class Chunk:
         """Begins the sum of the local gradients over all ranks; `finish_reduce` ends it."""
         gradient = self._complete_gradient()
         if not self.policy.optimizer:
-            return comm.all_reduce(gradient, self.axis, wait=False)
+            return comm.all_reduce(gradient, self.reduce_axis, wait=False)
         if not self.policy.gradient:
             # In place: this rank's part of the buffer becomes the sum, the rest is spent.
             self.reduced = gradient[self.start : self.stop]
-            return comm.reduce_scatter(self.reduced, gradient, self.axis, wait=False)
+            return comm.reduce_scatter(self.reduced, gradient, self.reduce_axis, wait=False)
         fresh = torch.empty(self.shard_elements, dtype=self.dtypes.gradient, device=self.device)
         self._fresh = fresh
-        return comm.reduce_scatter(fresh, gradient, self.axis, wait=False)
+        return comm.reduce_scatter(fresh, gradient, self.reduce_axis, wait=False)
 
     def finish_reduce(self, pending: comm.Pending) -> None:
         """Waits for `start_reduce` and adds its result to what earlier passes left."""

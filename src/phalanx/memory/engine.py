@@ -14,6 +14,7 @@ from torch import nn
 
 from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
+from phalanx.errors import ConfigError
 from phalanx.layout import Layout, Piece
 from phalanx.memory.chunk import Chunk, Slot
 from phalanx.memory.partition import Unit, by_kind, find_units
@@ -48,7 +49,6 @@ class StateEngine:
         self.model, self.device, self.precision = model, device, precision
         self.shard_axis, self.replica_axis, self.reduce_axis = shard_axis, replica_axis, reduce_axis
         self.policy = ZERO[stage if shard_axis.size > 1 else 0]
-        self.model_dtypes = {id(parameter): parameter.dtype for parameter in model.parameters()}
         self.units = find_units(model, blocks)
         for unit in self.units:
             self._make_chunks(unit, lazy=fill is not None)
@@ -75,11 +75,12 @@ class StateEngine:
             unit.chunks.append(self._make_chunk(name, slots, dtypes, policy, lazy))
 
     def _make_chunk(self, name: str, slots: list[Slot], dtypes: DTypes, policy: Policy, lazy: bool) -> Chunk:
-        chunk = Chunk(name, slots, dtypes, policy, self.shard_axis, self.device)
-        for slot in slots:
-            if lazy:
+        if lazy:
+            for slot in slots:
                 self._replace_parameter(slot, dtypes)
-            else:
+        chunk = Chunk(name, slots, dtypes, policy, self.shard_axis, self.reduce_axis, self.device)
+        if not lazy:
+            for slot in slots:
                 value = slot.parameter.data.to(self.device)
                 for axis in (self.shard_axis, self.replica_axis):
                     value = broadcast_from_first(value, axis)
@@ -97,8 +98,6 @@ class StateEngine:
         slot.parameter = nn.Parameter(holder, requires_grad=old.requires_grad)
         for module, attribute in slot.owners:
             module._parameters[attribute] = slot.parameter
-        self.model_dtypes[id(slot.parameter)] = old.dtype
-        self.replaced = {**getattr(self, "replaced", {}), id(old): slot}
 
     def _adopt_by_name(self, name: str, value: torch.Tensor) -> None:
         if name in self.by_name:
@@ -274,8 +273,6 @@ class StateEngine:
 
     def _refuse_sharded_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self.stream is not None and not self.stream.held:
-            from phalanx.errors import ConfigError
-
             raise ConfigError(
                 "model.state_dict() would hold no values: the parameters are sharded",
                 allowed="booster.full_state_dict(), booster.save_model(path) or booster.save(path)",

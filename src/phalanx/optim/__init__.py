@@ -1,0 +1,1 @@
+"""Norm, clipping, the loss scale, and the proof that an optimizer may work on shards."""
