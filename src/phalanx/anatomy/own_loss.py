@@ -31,7 +31,6 @@ class OwnLoss:
     masks_labels: bool = False
     takes_num_items: bool = False
     ignored: int = IGNORED
-    multi_label: bool = False
 
     def count(self, batch: Any) -> torch.Tensor:
         """The number of items over which the model's loss for `batch` is a mean, as an int64 scalar on the batch's device.
@@ -47,7 +46,7 @@ class OwnLoss:
         if self.rule == "answers":
             return _count_answers(batch)
         labels = _labels(batch, self.shifts_labels)
-        if self.rule == "rows" or labels is None or labels.is_floating_point() or (self.multi_label and labels.dim() > 1):
+        if self.rule == "rows" or labels is None or labels.is_floating_point():
             return _count_rows(batch)
         pre_shifted = isinstance(batch, Mapping) and batch.get("shift_labels") is labels
         mask = _attention_mask(batch, labels) if self.masks_labels else None
@@ -135,7 +134,7 @@ def _classification(model: nn.Module) -> OwnLoss:
     name = type(model).__name__
     if problem in ("regression", "multi_label_classification") or (problem is None and num_labels == 1):
         return OwnLoss(model=name, rule="rows")
-    return OwnLoss(model=name, rule="labels", multi_label=problem is None)
+    return OwnLoss(model=name, rule="labels")
 
 
 def _is_pretrained(module: nn.Module) -> bool:
