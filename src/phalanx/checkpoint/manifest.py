@@ -146,6 +146,8 @@ def read(directory: Path) -> Manifest:
         raise CheckpointError(f"{directory / MANIFEST} is damaged (its checksum differs from {MARKER}'s)", remedy="an earlier checkpoint")
     manifest = Manifest.from_json(encoded, directory / MANIFEST)
     for name, file in manifest.files.items():
+        if Path(name).name != name:
+            raise CheckpointError(f"{directory / MANIFEST} names a file elsewhere ({name})")
         try:
             found = (directory / name).stat().st_size
         except OSError as error:

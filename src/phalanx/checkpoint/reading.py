@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
-import json
 import os
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from phalanx.checkpoint import directory, manifest
 from phalanx.checkpoint.agree import gathered, together
+from phalanx.checkpoint.files import Files
 from phalanx.checkpoint.filling import Target, fill, overlaps
 from phalanx.checkpoint.manifest import STATE, Manifest, SavedPiece, SavedTensor, local_name
-from phalanx.checkpoint.shard_file import DTYPE_NAMES, DTYPES, ShardFile
-from phalanx.checkpoint.state import decode
+from phalanx.checkpoint.names import with_nearest
+from phalanx.checkpoint.shard_file import DTYPE_NAMES, DTYPES
 from phalanx.cluster.mesh import Axis
 from phalanx.errors import CheckpointError
 from phalanx.layout import Piece
@@ -77,7 +74,7 @@ def _plan(target: Path, wanted: list[Piece], strict: bool, cast: bool) -> tuple[
     missing = sorted({piece.name for piece in wanted if piece.name not in saved})
     if missing and strict:
         remedy = "strict=False, which leaves them as they are"
-        raise CheckpointError(f"{source} does not hold {_with_nearest(missing, list(saved))}", remedy=remedy)
+        raise CheckpointError(f"{source} does not hold {with_nearest(missing, list(saved))}", remedy=remedy)
     for piece in wanted:
         if piece.name in saved:
             plan.reads.append((piece, _match(piece, saved[piece.name], cast)))
@@ -106,15 +103,6 @@ def _match(piece: Piece, saved: SavedTensor, cast: bool) -> list[tuple[SavedPiec
     return found
 
 
-def _with_nearest(names: list[str], others: list[str]) -> str:
-    """The first few names, each with the nearest of the others."""
-    shown = []
-    for name in names[:5]:
-        near = difflib.get_close_matches(name, others, n=1)
-        shown.append(f"{name} (nearest: {near[0]})" if near else name)
-    return ", ".join(shown) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
 def _wanted_names(saved: Manifest, masks: list[bytes]) -> set[str]:
     """The saved names that at least one rank wants."""
     bits = [np.unpackbits(np.frombuffer(mask, dtype=np.uint8), count=len(saved.tensors)) for mask in masks]
@@ -125,31 +113,7 @@ def _require_all_wanted(plan: _Plan, wanted: set[str], strict: bool) -> None:
     extra = sorted(plan.saved.tensors.keys() - wanted)
     if extra and strict:
         remedy = "strict=False, which leaves them out"
-        raise CheckpointError(f"{plan.source} holds what no rank wants: {_with_nearest(extra, sorted(wanted))}", remedy=remedy)
-
-
-class _Files:
-    """The safetensors files of a checkpoint, the last one used held open."""
-
-    def __init__(self, plan: _Plan):
-        self._source, self._files = plan.source, plan.saved.files
-        self._name, self._open = "", None
-
-    def __getitem__(self, name: str) -> ShardFile:
-        if self._open is None or self._name != name:
-            self.close()
-            self._name, self._open = name, ShardFile(self._source / name, self._files[name].checksum)
-        return self._open
-
-    def close(self) -> None:
-        if self._open:
-            self._open.close()
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        raise CheckpointError(f"{plan.source} holds what no rank wants: {with_nearest(extra, sorted(wanted))}", remedy=remedy)
 
 
 def _verify_share(plan: _Plan, wanted: set[str], axis: Axis) -> None:
@@ -160,47 +124,21 @@ def _verify_share(plan: _Plan, wanted: set[str], axis: Axis) -> None:
         every += [(part.file, part.key, part.checksum, part.layout.num_elements * DTYPES[saved.dtype].itemsize) for part in saved.pieces]
     every.sort()
     before, total = 0, sum(num_bytes for *_, num_bytes in every)
-    with _Files(plan) as files:
+    with Files(plan.source, plan.saved) as files:
         for file, key, checksum, num_bytes in every:
             if min(before * axis.size // max(total, 1), axis.size - 1) == axis.index:
-                _require_sound(files[file], key, checksum)
+                files.require_sound(file, key, checksum)
             before += num_bytes
 
 
-def _require_sound(shard: ShardFile, key: str, checksum: int) -> None:
-    if shard.checksum(key) != checksum:
-        raise CheckpointError(
-            f"{key} in {shard.path} is damaged (its checksum differs from the one it was written with)", remedy="an earlier checkpoint"
-        )
-
-
 def _read_states(plan: _Plan, axis: Axis) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    state = _read_state(plan, STATE)
-    return state, _read_state(plan, local_name(axis.index)) if plan.saved.world == axis.size else None
-
-
-def _read_state(plan: _Plan, name: str) -> dict[str, Any]:
-    """Nested values and their tensors. Always verified: they are small."""
-    content = (plan.source / f"{name}.json").read_bytes()
-    if zlib.crc32(content) != plan.saved.files[f"{name}.json"].checksum:
-        raise CheckpointError(
-            f"{plan.source / name}.json is damaged (its checksum differs from the manifest's)", remedy="an earlier checkpoint"
-        )
-    entry = json.loads(content)
-    tensors = {}
-    if entry["checksums"]:
-        with _Files(plan) as files:
-            shard = files[f"{name}.safetensors"]
-            for key, checksum in entry["checksums"].items():
-                _require_sound(shard, key, checksum)
-                stored = shard.tensors[key]
-                tensors[key] = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
-                shard.read_into(key, 0, tensors[key].reshape(-1))
-    return decode(entry["values"], tensors)
+    with Files(plan.source, plan.saved) as files:
+        local_state = files.read_state(local_name(axis.index)) if plan.saved.world == axis.size else None
+        return files.read_state(STATE), local_state
 
 
 def _fill_all(plan: _Plan) -> None:
-    with _Files(plan) as files:
+    with Files(plan.source, plan.saved) as files:
         for piece, parts in plan.reads:
             target = Target(piece.tensor)
             for part, overlap in parts:

@@ -211,6 +211,8 @@ def _stored(entry: Mapping, data_start: int) -> Stored:
     count = 1
     for size in shape:
         count *= size
+    if not 0 <= start <= stop:
+        raise ValueError(f"bytes {start} to {stop}")
     if dtype in DTYPES and stop - start != count * DTYPES[dtype].itemsize:
         raise ValueError(f"{count} elements of {dtype} in {stop - start} bytes")
     return Stored(dtype, shape, data_start + start, data_start + stop)
