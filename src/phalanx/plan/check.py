@@ -21,6 +21,9 @@ def conflicts(plan: PlanFields, anatomy: object | None = None, world: int | None
 def _world(plan: PlanFields, world: int | None) -> Iterator[PlanError]:
     if world is None or plan.data_index_count(world) is not None:
         return
+    if world < 1:
+        yield PlanError(f"a world of {world} ranks", allowed="1 or more", remedy=f"world {(plan.dp or 1) * plan.model_size}")
+        return
     named = {name: getattr(plan, name) for name in AXES if getattr(plan, name) not in (None, 1)}
     product = math.prod(named.values())
     terms = "+".join(f"{name}{size}" for name, size in named.items())
@@ -160,7 +163,8 @@ def _model(plan: PlanFields, anatomy: object | None) -> Iterator[PlanError]:
 
 
 def _divisors(value: int) -> list[int]:
-    return [divisor for divisor in range(1, value + 1) if value % divisor == 0]
+    small = [divisor for divisor in range(1, math.isqrt(value) + 1) if value % divisor == 0]
+    return sorted({*small, *(value // divisor for divisor in small)})
 
 
 def _nearest_divisor(value: int, wanted: int) -> int:

@@ -55,7 +55,8 @@ class PlanFields:
     """The choices of one plan, one field each.
 
     `dp` None takes what the world leaves, `micro` None is twice `pp`. `ulysses` and `ring` are None together: `cp` alone is named.
-    `offload` keeps the optimizer's state in host memory. `recompute` is None, "full", "selective" or the fraction of layers. `interleaved` is the number of chunks a stage holds under `1f1b`.
+    `offload` keeps the optimizer's state in host memory. `recompute` is None, "full", "selective" or the fraction of layers.
+    `interleaved` is the number of chunks that a stage holds under `1f1b`.
 
     Raises: PlanError, listing every field with a value it cannot have.
     """

@@ -40,17 +40,16 @@ def parse_bytes(value: object) -> int:
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """The fields that a plan file sets.
+    """The table that a plan file holds.
 
-    Raises: PlanError where the file is missing, is no TOML, or says what a plan cannot have.
+    Raises: PlanError where the file is missing or is no TOML.
     """
     try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as problem:
         raise PlanError(f"the plan file {path} cannot be read: {problem.strerror}", remedy="the path of an existing file") from problem
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
         raise PlanError(f"the plan file {path} is no TOML: {problem}", remedy="zero = 1") from problem
-    return read_table(table)[0]
 
 
 def read_table(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[PlanError]]:
