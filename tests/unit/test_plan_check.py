@@ -56,6 +56,7 @@ BAD = [
     ("bf61", None, ["'bf61' is no term"], "bf16"),
     ("ZeRO2", None, ["'ZeRO2' is no term"], "zero2"),
     ("ulises4", None, ["'ulises4' is no term"], "ulysses4"),
+    ("selec", None, ["'selec' is no term"], "selective"),
     ("zero1,tp2", None, ["'zero1,tp2' is no term"], None),
     ("zero1++tp2", None, ["an empty term"], None),
     ("zero1-tp2", None, ["'zero1-tp2' is no term"], None),

@@ -153,8 +153,9 @@ def _unreadable(token: str) -> PlanError:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that `word` is most likely a misspelling of, in any case of letters."""
-    close = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
+    """The known word that `word` most likely stands for, in any case of letters: a misspelling, or else the start of it."""
+    word, known = word.lower(), list(known)
+    close = difflib.get_close_matches(word, known, n=1) or [name for name in known if len(word) > 1 and name.startswith(word)]
     return close[0] if close else None
 
 
