@@ -1,5 +1,7 @@
 """Bad plans: each is refused in one go, with what was found and one value that works, and no process is started."""
 
+import math
+import random
 import re
 import subprocess
 import sys
@@ -56,6 +58,7 @@ BAD = [
     ("bf61", None, ["'bf61' is no term"], "bf16"),
     ("ZeRO2", None, ["'ZeRO2' is no term"], "zero2"),
     ("ulises4", None, ["'ulises4' is no term"], "ulysses4"),
+    ("auto", None, ["auto has not landed"], "zero2+bf16"),
     ("selec", None, ["'selec' is no term"], "selective"),
     ("zero1,tp2", None, ["'zero1,tp2' is no term"], None),
     ("zero1++tp2", None, ["an empty term"], None),
@@ -97,6 +100,35 @@ def test_all_faults_come_at_once():
 def test_a_fitting_plan_has_no_conflict():
     for text, world in [("zero1+tp2+pp4", 16), ("zero3:2", 4), ("tp8:2.5d2", 8), ("tp27:3d", 27), ("ep4", 8), ("zero3:2+tp8:2.5d2", 8)]:
         assert Plan.parse(text).check(world=world) == []
+
+
+def test_the_axis_that_is_offered_for_a_world_fits_it():
+    source = random.Random(5)
+    sizes = (1, 2, 3, 4, 5, 6, 8)
+    offers = 0
+    for _ in range(2000):
+        text = "+".join(f"{name}{source.choice(sizes)}" for name in ("dp", "pp", "cp", "tp") if source.random() < 0.6) or "zero0"
+        world = source.randrange(1, 65)
+        faults = Plan.parse(text).check(world=world)
+        product = math.prod(int(size) for size in re.findall("[0-9]+", text)) if text != "zero0" else 1
+        assert bool(faults) == (world != product if "dp" in text else world % product != 0), (text, world)
+        if faults and (offer := re.search("Try: ([a-z0-9]+) in place of ([a-z0-9]+)", faults[0])):
+            offers += 1
+            assert math.prod(Plan.parse(text.replace(offer[2], offer[1])).sizes(world).values()) == world
+    assert offers > 500
+
+
+def test_nothing_but_a_plan_error_comes_of_any_text():
+    source = random.Random(7)
+    letters = "abcdeghimnoprstuvz0123456789:=.+- \n²_"
+    for _ in range(3000):
+        text = "".join(source.choice(letters) for _ in range(source.randrange(12)))
+        if source.random() < 0.5:
+            text = source.choice(["tp", "zero", "recompute=", "tp4:2.5d", "interleaved", "dp1"]) + text
+        try:
+            Plan.parse(text).check(world=source.randrange(-1, 9))
+        except PlanError:
+            continue
 
 
 def test_the_model_is_checked_too():
@@ -143,6 +175,8 @@ def test_landing_a_strategy_is_one_line(monkeypatch):
         ({"dp": -1}, "dp is -1"),
         ({"pp": 2.0}, "pp is 2.0"),
         ({"zero": 4}, "zero is 4"),
+        ({"zero": 1.0}, "zero is 1.0"),
+        ({"zero": True}, "zero is True"),
         ({"precision": "fp17"}, "precision is 'fp17'.*Try: precision fp16"),
         ({"sp": 1}, "sp is 1"),
         ({"recompute": 0}, "recompute is 0"),

@@ -29,10 +29,10 @@ def test_a_file_says_what_the_text_says(tmp_path):
 
 def test_budgets_are_only_in_the_file(tmp_path):
     path = write(
-        tmp_path, 'tp = 2\n[gemini]\ndevice = "30GB"\nhost = "60GiB"\ndisk = 500\ndisk_path = "/a \\"b\\""\nplacement = "static"\n'
+        tmp_path, 'tp = 2\n[gemini]\ndevice = "30GB"\nhost = "60GiB"\ndisk = 500\ndisk_path = "/a \\"b\\"\\u007f"\nplacement = "static"\n'
     )
     plan = Plan.from_toml(path)
-    assert plan.budgets == Budgets(device=30 * 10**9, host=60 * 2**30, disk=500, disk_path='/a "b"', placement="static")
+    assert plan.budgets == Budgets(device=30 * 10**9, host=60 * 2**30, disk=500, disk_path='/a "b"\x7f', placement="static")
     assert str(plan) == "gemini+tp2"
     assert Plan.from_toml(write(tmp_path, plan.to_toml())) == plan
     assert plan != Plan.parse("gemini+tp2"), "an equal plan has equal budgets"
@@ -65,6 +65,14 @@ def test_a_bad_file_is_refused(tmp_path, text, found):
         return
     with pytest.raises(PlanError, match=found):
         Plan.from_toml(path)
+
+
+def test_a_file_is_given_by_its_path(tmp_path):
+    path = write(tmp_path, "zero = 2")
+    assert Plan.of(path) == Plan.of(str(path)) == Plan(zero=2)
+    write(tmp_path, "sp = true\nzeroo = 1")
+    with pytest.raises(PlanError, match=r"(?s)the plan of .*plan\.toml has 2 faults"):
+        Plan.of(path)
 
 
 def test_a_missing_or_binary_file_is_refused(tmp_path):

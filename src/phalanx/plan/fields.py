@@ -46,7 +46,7 @@ class Budgets:
                 raise PlanError(f"gemini budget {name} is {value!r}", allowed="a number of bytes above 0", remedy=f'{name} = "30GB"')
         if self.placement not in PLACEMENTS:
             raise PlanError(f"gemini placement is {self.placement!r}", allowed=", ".join(PLACEMENTS), remedy='placement = "auto"')
-        if (self.disk is None) != (self.disk_path is None):
+        if (self.disk is None) != (self.disk_path is None) or not isinstance(self.disk_path, str | None):
             raise PlanError("a disk budget needs both a size and a path", remedy='disk = "500GB" with disk_path = "/scratch"')
 
 
@@ -122,7 +122,7 @@ class PlanFields:
                 yield PlanError(f"{name} is {getattr(self, name)!r}", allowed="true or false", remedy=f"{name} true")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if value not in choices or isinstance(value, bool):
+            if value not in choices or type(value) is not type(choices[0]):
                 known = [str(choice) for choice in choices]
                 close = difflib.get_close_matches(str(value), known, n=1)
                 yield PlanError(f"{name} is {value!r}", allowed=", ".join(known), remedy=f"{name} {close[0] if close else known[-1]}")

@@ -100,5 +100,5 @@ def print_table(plan: PlanFields) -> str:
 
 
 def _toml(value: object) -> str:
-    # TOML's basic strings, numbers and booleans are those of JSON, so is their escaping.
-    return json.dumps(value, ensure_ascii=False)
+    # TOML's basic strings, numbers and booleans are those of JSON, and so is their escaping but for one control character.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

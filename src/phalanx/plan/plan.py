@@ -40,18 +40,23 @@ class Plan(PlanFields):
     @classmethod
     def from_toml(cls, path: str | Path) -> Plan:
         """The plan that a TOML file says."""
-        return cls.from_table(file.read_file(path))
+        fields, problems = file.read_table(file.read_file(path))
+        return cls._build(fields, problems, f"the plan of {path}")
 
     @classmethod
-    def of(cls, value: Plan | str | Mapping[str, Any]) -> Plan:
-        """The plan that a person gave in whichever form: a plan, its text, or its table."""
+    def of(cls, value: Plan | str | Path | Mapping[str, Any]) -> Plan:
+        """The plan that a person gave in whichever form: a plan, its text, a path that ends in `.toml`, or its table."""
         if isinstance(value, Plan):
             return value
+        if isinstance(value, Path) or (isinstance(value, str) and value.endswith(".toml")):
+            return cls.from_toml(value)
         if isinstance(value, str):
             return cls.parse(value)
         if isinstance(value, Mapping):
             return cls.from_table(value)
-        raise PlanError(f"a plan is given as {type(value).__name__}", allowed="a Plan, its text, or a table", remedy='"zero1+bf16"')
+        raise PlanError(
+            f"a plan is given as {type(value).__name__}", allowed="a Plan, its text, its file, or a table", remedy='"zero1+bf16"'
+        )
 
     @classmethod
     def _build(cls, fields: dict[str, Any], problems: list[PlanError], subject: str) -> Plan:

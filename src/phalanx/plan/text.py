@@ -133,6 +133,8 @@ def _twice(family: str, first: str, second: str) -> PlanError:
 
 def _unreadable(token: str) -> PlanError:
     """The error for a term that matches nothing, with the nearest that would."""
+    if token == "auto":
+        return PlanError("auto has not landed: no plan is searched for yet", allowed="a plan that is named", remedy="zero2+bf16")
     if token in _NAMES:
         return PlanError(f"{token} has no number", allowed=f"{token} followed by a number", remedy=_NAMES[token])
     if re.fullmatch(r"tp[0-9]+:2\.5d", token):
