@@ -50,14 +50,15 @@ def begin(path: Path, token: str) -> Path:
 
 def finish(growing: Path, path: Path, token: str, marker: bytes) -> None:
     """Puts a written directory in its place, marks it complete, and only then deletes what it replaces."""
+    unfinished = f".{MARKER}"  # the marker appears by a rename, so that it is never there in part
+    disk.write_file(growing / unfinished, marker)
     aside = beside(path, "old", token)
     replaces = path.exists()
     if replaces:
         disk.rename(path, aside)
     try:
         disk.rename(growing, path)
-        disk.write_file(path / MARKER, marker)
-        disk.flush_directory(path)
+        disk.rename(path / unfinished, path / MARKER)
     except OSError:
         if replaces:
             if path.exists():

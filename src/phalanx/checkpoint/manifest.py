@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from phalanx.checkpoint import spans
 from phalanx.checkpoint.disk import MARKER
 from phalanx.errors import CheckpointError
 from phalanx.layout import Layout
@@ -109,12 +112,12 @@ class Manifest:
             mine.pieces.extend(tensor.pieces)
 
     def require_whole(self) -> None:
-        """Raises: CheckpointError where the parts of a tensor do not add up to the tensor, so that it could not be loaded."""
+        """Raises: CheckpointError where the parts of a tensor do not make up the tensor, so that it could not be loaded."""
         wrong = []
         for name, tensor in self.tensors.items():
-            found = sum(piece.layout.num_elements for piece in tensor.pieces)
-            if found != tensor.num_elements:
-                wrong.append(f"{name} ({found} of {tensor.num_elements})")
+            rows = np.concatenate([np.zeros((0, 3), dtype=np.int64), *(spans.table(piece.layout) for piece in tensor.pieces)])
+            if not spans.tiles(rows[:, 1], rows[:, 2], tensor.num_elements):
+                wrong.append(f"{name} ({rows[:, 2].sum()} of {tensor.num_elements} elements)")
         if wrong:
             more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
             raise CheckpointError(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.checkpoint import directory, manifest
+from phalanx.checkpoint import directory, manifest, spans
 from phalanx.checkpoint.agree import gathered, together
 from phalanx.checkpoint.files import Files
 from phalanx.checkpoint.filling import Target, fill, overlaps
@@ -95,10 +95,8 @@ def _match(piece: Piece, saved: SavedTensor, cast: bool) -> list[tuple[SavedPiec
         dtype = DTYPE_NAMES.get(piece.tensor.dtype, piece.tensor.dtype)
         raise CheckpointError(f"{piece.name} was saved as {saved.dtype} and is wanted as {dtype}", remedy="cast=True, which converts")
     found = [(saved.pieces[index], overlap) for index, overlap in overlaps(piece.layout, [part.layout for part in saved.pieces])]
-    rows = np.concatenate([overlap for _, overlap in found] or [np.zeros((0, 3), dtype=np.int64)])
-    rows = rows[np.argsort(rows[:, 0])]
-    ends = np.cumsum(rows[:, 2])
-    if rows[:, 2].sum() != piece.layout.num_elements or (rows[1:, 0] != ends[:-1]).any():
+    rows = np.concatenate([np.zeros((0, 3), dtype=np.int64), *(overlap for _, overlap in found)])
+    if not spans.tiles(rows[:, 0], rows[:, 2], piece.layout.num_elements):
         raise CheckpointError(f"the checkpoint does not hold each of the {piece.layout.num_elements} wanted elements of {piece.name} once")
     return found
 

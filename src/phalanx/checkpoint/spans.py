@@ -54,6 +54,13 @@ def overlap(wanted: np.ndarray, saved: np.ndarray) -> np.ndarray:
     return np.stack([mine[:, 0] + first - mine[:, 1], theirs[:, 0] + first - theirs[:, 1], last - first], axis=1)
 
 
+def tiles(starts: np.ndarray, lengths: np.ndarray, total: int) -> bool:
+    """Whether ranges, in any order, cover the elements 0 to `total` each exactly once."""
+    order = np.argsort(starts, kind="stable")
+    ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths[order])])
+    return bool(ends[-1] == total and (starts[order] == ends[:-1]).all())
+
+
 def cut(spans: np.ndarray, window: int) -> Iterator[np.ndarray]:
     """Yields the rows of `overlap` in groups that each lie in one window of `window` saved elements, cutting rows at its edges."""
     if not len(spans):

@@ -1,0 +1,69 @@
+"""Random tensors cut in random ways: what the tests of checkpoints share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+
+from phalanx.cluster.mesh import Axis
+from phalanx.layout import Layout, Piece, split_range
+
+ALONE = Axis("world", (0,), 0)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool)
+SHAPES = ((), (0,), (1,), (3,), (7,), (0, 3), (3, 1), (7, 3), (5, 7), (3, 4, 5), (2, 0, 3))
+
+
+def random_tensor(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(0, 2 if dtype is torch.bool else 100, tuple(shape), generator=generator).to(dtype)
+
+
+def random_layouts(shape: Sequence[int], ranks: int, choose: random.Random) -> list[Layout]:
+    """One layout for each rank: a grid of boxes over up to two dims, and each box cut into runs for the ranks that share it."""
+    runs = choose.choice([size for size in range(1, ranks + 1) if ranks % size == 0])
+    grid, left = [1] * len(shape), ranks // runs
+    if shape:
+        first = choose.choice([size for size in range(1, left + 1) if left % size == 0])
+        grid[choose.randrange(len(shape))] *= first
+        grid[choose.randrange(len(shape))] *= left // first
+    else:
+        runs = ranks
+    layouts = []
+    for rank in range(ranks):
+        place, run = divmod(rank, runs)
+        box = []
+        for size, parts in zip(shape, grid):
+            place, index = divmod(place, parts)
+            box.append(split_range(size, parts, index))
+        whole = Layout(tuple(shape), tuple(box), (0, 0))
+        count = Layout.whole(whole.box_shape).num_elements
+        layouts.append(whole.with_run(*split_range(count, runs, run)))
+    return layouts
+
+
+def cut(name: str, full: torch.Tensor, layout: Layout) -> Piece:
+    """The piece of a full tensor that a layout names."""
+    box = full[tuple(slice(start, stop) for start, stop in layout.box)]
+    return Piece(name, box.reshape(-1)[layout.run[0] : layout.run[1]].clone(), layout)
+
+
+def blank(piece: Piece) -> Piece:
+    """A piece with the same place and other content."""
+    return Piece(piece.name, torch.ones_like(piece.tensor), piece.layout)
+
+
+def some_pieces(seed: int = 0) -> list[Piece]:
+    """A few whole tensors of different kinds."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        "layers.0.weight": random_tensor((5, 7), torch.float32, generator),
+        "layers.0.bias": random_tensor((7,), torch.bfloat16, generator),
+        "steps": random_tensor((), torch.int64, generator),
+        "nothing": random_tensor((0, 3), torch.float64, generator),
+    }
+    return [Piece(name, tensor, Layout.whole(tensor.shape)) for name, tensor in tensors.items()]
+
+
+def same(pieces: Sequence[Piece], others: Sequence[Piece]) -> bool:
+    return all(torch.equal(piece.tensor, other.tensor) for piece, other in zip(pieces, others, strict=True))
