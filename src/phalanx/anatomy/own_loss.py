@@ -59,16 +59,6 @@ class OwnLoss:
         """The keywords to add to the model's call so that its loss is the sum itself; empty where it takes none."""
         return {"num_items_in_batch": torch.ones((), dtype=torch.int64, device=_device(batch))} if self.takes_num_items else {}
 
-    def loss_sum(self, loss: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """The differentiable sum of losses behind the model's `loss` for a batch of `count` items, called with `kwargs`.
-
-        Grad: exactly 0 where count is 0, also where the mean itself is 0 / 0.
-        """
-        if self.takes_num_items:
-            return loss
-        count = count.to(loss.device)
-        return torch.where(count > 0, loss * count, torch.zeros_like(loss))
-
 
 def own_loss(model: nn.Module) -> OwnLoss:
     """Reads how the model's own `.loss` is counted; wrappers around one `transformers` model are looked through."""

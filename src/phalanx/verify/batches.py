@@ -64,31 +64,10 @@ def _speech(config: Any, rows: int, generator: torch.Generator) -> dict[str, tor
     return {"input_features": torch.randn(rows, config.num_mel_bins, 2 * config.max_source_positions, generator=generator)}
 
 
-def first_rows(batch: Any, rows: int) -> Any:
-    """The first `rows` rows of every tensor of a batch that has the batch's number of rows; everything else as it is."""
-    total = num_rows(batch)
-
-    def cut(value: Any) -> Any:
-        return value[:rows] if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == total else value
-
-    return map_items(cut, batch)
-
-
-def num_rows(batch: Any) -> int:
-    """The size of the first dimension of the batch's first tensor."""
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
-    return next(value.shape[0] for value in values if isinstance(value, torch.Tensor) and value.dim())
-
-
 def to_float64(batch: Any) -> Any:
     """The batch with its floating-point tensors in float64."""
-    return map_items(lambda v: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v, batch)
-
-
-def map_items(function: Any, batch: Any) -> Any:
-    """`function` of every item of a mapping or tuple, or of the batch itself."""
+    if isinstance(batch, torch.Tensor):
+        return batch.double() if batch.is_floating_point() else batch
     if isinstance(batch, Mapping):
-        return {key: function(value) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return type(batch)(function(value) for value in batch)
-    return function(batch)
+        return {key: to_float64(value) for key, value in batch.items()}
+    return type(batch)(to_float64(value) for value in batch) if isinstance(batch, tuple | list) else batch

@@ -69,13 +69,12 @@ BY_TYPE: dict[str, dict[str, Any]] = {
     },
 }
 
-NAMES = tuple(
-    f"tiny-{name}"
-    for name in (
-        "llama gpt2 bert vit mistral qwen2 qwen3 gemma gemma2 gemma3-text opt bloom phi phi3 gpt-neox gpt-neo olmo2 stablelm "
-        "starcoder2 granite cohere falcon roberta distilbert electra albert deit t5 bart whisper"
-    ).split()
+TYPES = (
+    *("llama", "gpt2", "bert", "vit", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3-text", "opt", "bloom", "phi", "phi3"),
+    *("gpt-neox", "gpt-neo", "olmo2", "stablelm", "starcoder2", "granite", "cohere", "falcon"),
+    *("roberta", "distilbert", "electra", "albert", "deit", "t5", "bart", "whisper"),
 )
+NAMES = tuple(f"tiny-{name}" for name in TYPES)
 
 
 def build_tiny(name: str) -> tuple[nn.Module, str]:

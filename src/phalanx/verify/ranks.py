@@ -1,0 +1,44 @@
+"""The run of a plan on ranks, as a person's own script would do it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from phalanx.booster import Booster
+from phalanx.cluster.launch import launch
+from phalanx.plan import Plan
+from phalanx.precision import lift_to_float64
+from phalanx.verify.program import Source
+from phalanx.verify.reference import Run, start_program
+from phalanx.verify.trace import Trace, copy_of, digests
+
+
+def trace_plan(source: Source, plan: Plan, run: Run, options: dict[str, Any], float64: bool = True) -> Trace:
+    """This rank's trace of a run under a plan; rank 0's holds the tensors, the others' only their digests.
+
+    `options` go to the Booster as they are. Under `float64` casts to float32 inside the model are lifted.
+    """
+    world = launch()
+    with lift_to_float64() if float64 else nullcontext():
+        trace = _trace(source, plan, run, options, float64)
+    return trace if world.rank == 0 else trace.only_digests()
+
+
+def _trace(source: Source, plan: Plan, run: Run, options: dict[str, Any], float64: bool) -> Trace:
+    program = start_program(source, run.seed, float64)
+    booster = Booster(plan, clip_norm=run.clip_norm, forward=run.forward, seed=run.seed, **options)
+    optimizer = torch.optim.SGD(program.model.parameters(), lr=run.lr)
+    batches = [program.batch(step) for step in range(run.steps)]
+    _, optimizer, _, loader, _ = booster.boost(program.model, optimizer, program.criterion, batches, None)
+    trace = Trace(start=digests(copy_of(booster.full_state_dict())))
+    for batch in loader:
+        booster.forward_backward(batch)
+        trace.gradients.append(copy_of(booster.gradients()))
+        result = optimizer.step()
+        trace.losses.append(float(result.loss))
+        trace.norms.append(float(result.grad_norm))
+    trace.weights = copy_of(booster.full_state_dict())
+    return trace.seal()

@@ -1,0 +1,124 @@
+"""`verify`: a plan on local ranks, or under the launcher that is already there, against one process."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from phalanx.cluster import comm
+from phalanx.cluster.launch import launch
+from phalanx.cluster.mesh import Mesh
+from phalanx.cluster.pool import run_ranks
+from phalanx.errors import ConfigError, PlanError
+from phalanx.plan import Plan
+from phalanx.verify.compare import compare, unequal_replicas, unequal_start
+from phalanx.verify.program import Functions, Source, find_source
+from phalanx.verify.ranks import trace_plan
+from phalanx.verify.reference import Forward, Run, reference
+from phalanx.verify.report import Comparison, Report
+
+TOLERANCE = 1e-9
+
+
+def verify(
+    model_fn: Callable[[], Any],
+    batch_fn: Callable[..., Any],
+    plan: Plan | str,
+    world: int | None = None,
+    steps: int = 3,
+    *,
+    criterion: Callable[..., Any] | None = None,
+    forward: Forward | None = None,
+    count: Callable[[Any], Any] | None = None,
+    split: Any = None,
+    rows: int | None = None,
+    lr: float = 0.1,
+    clip_norm: float | None = None,
+    seed: int = 0,
+    timeout_s: float = 300,
+) -> Report:
+    """Whether training under `plan` gives the numbers of one process: loss, every gradient, the norm, the weights after `steps`.
+
+    `model_fn()` builds the model and `batch_fn()` or `batch_fn(step)` the global batch; both run in every process, so they must
+    be importable there. Everything runs in float64 with SGD and without dropout; a plan with a precision term is verified a
+    second time in that precision. `rows` keeps the first rows of each batch.
+    Cost: the model once in this process and once on each of `world` local processes.
+    Raises: PlanError where the plan cannot run on this world; ConfigError where two builds do not start from the same weights.
+    """
+    run = Run(steps=steps, lr=lr, seed=seed, clip_norm=clip_norm, forward=forward)
+    source = Functions(model_fn, batch_fn, criterion, rows)
+    options = {name: value for name, value in (("count", count), ("split", split)) if value is not None}
+    return verify_source(source, plan, world, run, options, timeout_s)
+
+
+def verify_named(
+    model: str,
+    plan: Plan | str,
+    world: int | None = None,
+    steps: int = 3,
+    *,
+    rows: int | None = None,
+    clip_norm: float | None = None,
+    seed: int = 0,
+    timeout_s: float = 300,
+) -> Report:
+    """`verify` for a built-in tiny model, a directory with a config.json, or `module.py:function`."""
+    run = Run(steps=steps, seed=seed, clip_norm=clip_norm)
+    return verify_source(find_source(model, rows), plan, world, run, {}, timeout_s)
+
+
+def verify_source(source: Source, plan: Plan | str, world: int | None, run: Run, options: dict[str, Any], timeout_s: float) -> Report:
+    """`verify` for any source; under a launcher every rank calls it, and every rank gets the report."""
+    begin = time.perf_counter()
+    plan = Plan.of(plan)
+    here = launch()
+    if here.size > 1 and world not in (None, here.size):
+        raise PlanError(f"world {world} was asked for and {here.size} ranks were launched", remedy=f"--world {here.size}, or no launcher")
+    size = here.size if here.size > 1 else world or plan.default_world()
+    plan.require(None, size)
+    machinery = replace(plan, precision="fp32")
+    comparisons = [_compare_float64(source, machinery, run, options, size, timeout_s)]
+    return Report(
+        model=source.name,
+        plan=str(plan),
+        world=size,
+        steps=run.steps,
+        seconds=round(time.perf_counter() - begin, 3),
+        comparisons=tuple(comparisons),
+    )
+
+
+def _compare_float64(source: Source, plan: Plan, run: Run, options: dict[str, Any], world: int, timeout_s: float) -> Comparison:
+    traces = _on_ranks(world, timeout_s, source, plan, run, options)
+    expected = reference(source, run)
+    if difference := unequal_start(expected.start, traces[0].start):
+        raise ConfigError(
+            f"two builds of {source.name} differ in {difference} before the first step",
+            allowed="a model function whose weights follow from torch.manual_seed",
+            remedy="load the weights from a file inside it",
+        )
+    differences = compare(expected, traces[0])
+    return Comparison.of(differences, precision="float64", tolerance=TOLERANCE, replicas=unequal_replicas(traces))
+
+
+def _on_ranks(world: int, timeout_s: float, source: Source, *arguments: Any) -> list:
+    """The traces of all ranks: of fresh local ones, or of those that the launcher started."""
+    here = launch()
+    if here.size == 1:
+        _require_portable(source, arguments)
+        return run_ranks(trace_plan, world, source, *arguments, timeout_s=timeout_s)
+    return comm.gather_objects(trace_plan(source, *arguments), Mesh({"dp": here.size, "pp": 1, "cp": 1, "tp": 1}).world)
+
+
+def _require_portable(source: Source, arguments: tuple) -> None:
+    try:
+        pickle.dumps((source, *arguments))
+    except Exception as error:
+        raise ConfigError(
+            f"{source.name} cannot be handed to other processes: {error}",
+            allowed="functions at the top level of a module",
+            remedy="phalanx verify --model module.py:function",
+        ) from error
