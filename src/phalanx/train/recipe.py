@@ -21,7 +21,6 @@ class RunSettings:
     folder: str
     plan: str = "zero0"
     processes: int = 1
-    threads: int = 1
     seed: int = 1
 
 
@@ -107,7 +106,6 @@ class Recipe:
 # What each number may be: checked after reading, so that one message names every offence.
 _RANGES: dict[str, tuple[float, float]] = {
     "run.processes": (1, 4096),
-    "run.threads": (1, 4096),
     "text.held_out": (0.0, 0.5),
     "text.vocabulary": (258, 1 << 20),
     "batch.rows": (1, 1 << 20),

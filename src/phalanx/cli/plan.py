@@ -1,0 +1,55 @@
+"""`phalanx plan`: reads a plan, lists every conflict, and predicts what it keeps on each rank."""
+
+from __future__ import annotations
+
+import argparse
+
+from phalanx.cli.output import print_json, print_rows, show_bytes
+
+EXAMPLE = "phalanx plan zero2+bf16 --world 8 --parameters 1.3e9 --layers 24"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", help="plan text such as zero1+tp2, or a TOML file")
+    parser.add_argument("--world", type=int, help="number of ranks (default: the fewest that the plan needs)")
+    parser.add_argument("--parameters", type=float, help="parameters of the model; the memory of each rank is then predicted")
+    parser.add_argument("--layers", type=int, default=1, help="layers of the model, of equal size (default: 1)")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    from phalanx.plan import Plan, validate
+
+    faults = [] if arguments.plan.endswith(".toml") else validate(arguments.plan, world=arguments.world)
+    if faults:
+        report = {"ok": False, "plan": arguments.plan, "conflicts": faults}
+        if arguments.json:
+            print_json(report)
+        else:
+            print_rows([("conflict", fault) for fault in faults])
+        return 1
+    plan = Plan.from_toml(arguments.plan) if arguments.plan.endswith(".toml") else Plan.parse(arguments.plan)
+    world = arguments.world or plan.default_world()
+    plan.require(None, world)
+    report = {"ok": True, "plan": str(plan), "world": world, "sizes": plan.sizes(world)}
+    if arguments.parameters:
+        report["bytes_per_rank"] = _memory(plan, world, int(arguments.parameters), arguments.layers)
+    if arguments.json:
+        print_json(report)
+    else:
+        _print(report)
+    return 0
+
+
+def _memory(plan, world: int, num_parameters: int, num_layers: int) -> dict[str, int]:
+    """The predicted state of each rank for a model of `num_layers` equal layers, without activations."""
+    from phalanx.layout import split_sizes
+    from phalanx.planner.memory import predict
+
+    return predict(num_parameters, split_sizes(num_parameters, num_layers), plan, plan.sizes(world)["dp"])
+
+
+def _print(report: dict) -> None:
+    sizes = " x ".join(f"{axis}{size}" for axis, size in report["sizes"].items())
+    rows = [("plan", report["plan"]), ("world", f"{report['world']} = {sizes}")]
+    rows += [(name.replace("_", " "), show_bytes(count)) for name, count in report.get("bytes_per_rank", {}).items() if count]
+    print_rows(rows)

@@ -1,0 +1,177 @@
+"""The training loop: what every rank does, from the text to the saved model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch.utils.data import DataLoader
+
+from phalanx.booster import Booster
+from phalanx.cluster import comm
+from phalanx.cluster.launch import launch
+from phalanx.data import TokenWindows, boost_loader
+from phalanx.log import events, set_rank
+from phalanx.train.evaluate import Score, score
+from phalanx.train.folder import Folder
+from phalanx.train.meter import Meter
+from phalanx.train.model import build_config, build_model, build_optimizer
+from phalanx.train.progress import Display
+from phalanx.train.recipe import Recipe, recipe_table
+from phalanx.train.schedule import warmup_cosine
+from phalanx.train.text import END, Corpus, encode, export_tokenizer, read_corpus, tokenizer_for
+
+
+@dataclass
+class Job:
+    """One rank's part of a training run, ready to step."""
+
+    recipe: Recipe
+    folder: Folder
+    booster: Booster
+    model: Any
+    optimizer: Any
+    scheduler: Any
+    training: Iterable[Any]
+    validation: Iterable[Any]
+    corpus: Corpus
+    tokenizer: Tokenizer
+    display: Display
+    meter: Meter
+    num_parameters: int
+
+
+def train(recipe: Recipe, *, resume: bool = False) -> None:
+    """Trains as the recipe says, as one rank of the job; the folder was prepared before.
+
+    Leaves `events.jsonl`, checkpoints, the model in the form of transformers, and `summary.json`.
+    """
+    world = launch()
+    set_rank(world.rank, world.size)
+    job = build_job(recipe, visible=world.rank == 0)
+    step = begun = restore(job) if resume else 0
+    events.open(job.folder.events, recipe.name, world.rank)
+    events.emit("run", "resume" if begun else "start", step=step, recipe=recipe_table(recipe), plan=str(job.booster.plan), world=world.size)
+    with job.display:
+        for step, batch in count_steps(job.training, begun, recipe.steps.total):
+            job.meter.add(step, job.booster.step(batch))
+            after_step(job, step)
+        finish(job, step)
+    events.emit("run", "end", step=step)
+    events.close()
+
+
+def build_job(recipe: Recipe, *, visible: bool) -> Job:
+    """Everything from the text to the boosted model; collective over all ranks."""
+    booster = Booster(recipe.run.plan, clip_norm=recipe.optimizer.clip_norm or None, seed=recipe.run.seed)
+    corpus = read_corpus(recipe)
+    folder = Folder(recipe.folder())
+    tokenizer = shared_tokenizer(recipe, corpus, folder, booster)
+    config = build_config(recipe.model, tokenizer.get_vocab_size(), tokenizer.token_to_id(END))
+    model = build_model(config, recipe.run.seed)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    optimizer = build_optimizer(model, recipe.optimizer)
+    settings = recipe.optimizer
+    factor = warmup_cosine(recipe.steps.total, settings.warmup_steps, settings.final_fraction)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    training, validation = (
+        DataLoader(TokenWindows(encode(tokenizer, texts), recipe.batch.tokens), batch_size=recipe.batch.rows, shuffle=shuffle)
+        for texts, shuffle in ((corpus.training, True), (corpus.validation, False))
+    )
+    model, optimizer, _, training, scheduler = booster.boost(model, optimizer, None, training, scheduler)
+    validation = boost_loader(validation, axis=booster.mesh.axis("dp"), world=booster.mesh.world)
+    display = Display(recipe.steps.total, visible)
+    return Job(
+        recipe, folder, booster, model, optimizer, scheduler, training, validation, corpus, tokenizer, display, Meter(), num_parameters
+    )
+
+
+def shared_tokenizer(recipe: Recipe, corpus: Corpus, folder: Folder, booster: Booster) -> Tokenizer:
+    """The tokenizer that rank 0 trained or found, on every rank."""
+    world = booster.mesh.world
+    text = tokenizer_for(corpus.training, recipe.text.vocabulary, folder.root).to_str() if world.index == 0 else None
+    return Tokenizer.from_str(comm.broadcast_object(text, world))
+
+
+def count_steps(loader: Iterable[Any], first: int, last: int) -> Iterator[tuple[int, Any]]:
+    """Yields (step, batch) for the steps after `first` up to `last`, through as many epochs as that takes."""
+    step = first
+    while step < last:
+        for batch in loader:
+            step += 1
+            yield step, batch
+            if step == last:
+                return
+
+
+def after_step(job: Job, step: int) -> None:
+    """What is due after a step: events and a line, validation, a checkpoint. The end of the run has its own."""
+    every = job.recipe.steps
+    last = step == every.total
+    if step % every.log_every == 0 or last:
+        job.display.step(step, job.meter.report())
+    else:
+        job.display.step(step)
+    if every.evaluate_every and step % every.evaluate_every == 0 and not last:
+        evaluate(job, step)
+    if every.save_every and step % every.save_every == 0 and not last:
+        save(job, step)
+
+
+def evaluate(job: Job, step: int) -> Score:
+    """Validation over all held-out text; the same on every rank."""
+
+    def loss_of(batch: Any) -> tuple[float, int]:
+        result = job.booster.evaluate(batch)
+        return result.loss, result.tokens
+
+    with job.meter.paused():
+        found = score(loss_of, job.validation, job.corpus.validation_bytes)
+    events.emit("evaluate", "bits_per_byte", found.bits_per_byte, step=step, loss=found.loss, tokens=found.tokens)
+    job.display.say(
+        f"validation at step {step}: {found.bits_per_byte:.4f} bits per byte (loss {found.loss:.4f} over {found.tokens} tokens)"
+    )
+    return found
+
+
+def save(job: Job, step: int) -> None:
+    """A checkpoint of the whole run."""
+    with job.meter.paused():
+        job.booster.save(job.folder.checkpoint(step))
+    events.emit("run", "save", step=step, path=job.folder.checkpoint(step))
+
+
+def restore(job: Job) -> int:
+    """Continues from the newest checkpoint; returns its step, or 0 where there is none yet."""
+    found = job.folder.checkpoints()
+    if not found:
+        return 0
+    step = max(found)
+    job.booster.load(found[step])
+    job.display.say(f"continuing from {found[step]}")
+    return step
+
+
+def finish(job: Job, step: int) -> None:
+    """The last validation, checkpoint and export, and the summary that the rest of the program reads."""
+    found = evaluate(job, step)
+    save(job, step)
+    job.booster.save_model(job.folder.model, format="huggingface")
+    memory = comm.gather_objects(job.meter.memory(job.booster), job.booster.mesh.world)
+    if job.booster.world.rank == 0:
+        export_tokenizer(job.tokenizer, job.folder.model)
+        summary = {
+            "run": job.recipe.name,
+            "plan": str(job.booster.plan),
+            "world": job.booster.world.size,
+            "parameters": job.num_parameters,
+            "steps": step,
+            "validation": {"loss": found.loss, "bits_per_byte": found.bits_per_byte, "tokens": found.tokens, "bytes": found.text_bytes},
+            **job.meter.summary(),
+            "memory": memory,
+        }
+        job.folder.summary.write_text(json.dumps(summary, indent=2) + "\n")
