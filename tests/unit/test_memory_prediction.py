@@ -42,8 +42,10 @@ def test_groups_and_moments():
 
 def test_what_is_in_flight():
     sizes = [100, 300, 200, 50]
-    three = predict(650, sizes, Plan.parse("zero3+bf16"), 2, kept_elements=10, activation_bytes=7)
-    assert three["gathered_parameters"] == (300 + 200 + 10) * 2
+    three = predict(660, sizes, Plan.parse("zero3+bf16"), 2, kept_sizes=[10], activation_bytes=7)
+    assert three["gathered_parameters"] == (300 + 200) * 2
+    assert three["parameter"] == (650 // 2 + 10) * 2, "what stays gathered is held whole"
+    assert three["optimizer"] == 660 // 2 * 12
     assert three["gathered_gradient"] == 300 * 4
     assert three["total"] == sum(three[name] for name in three if name != "total")
     assert three["activation"] == 7

@@ -16,20 +16,20 @@ from phalanx.plan.check import conflicts
 from phalanx.plan.fields import raise_all
 from phalanx.plan.file import parse_bytes, unknown_key
 
-# The settings of the fp16 loss scale, with the values each may take.
+# The settings of the fp16 loss scale, and the values each may take.
 SCALER: dict[str, tuple[Callable[[float], bool], str]] = {
     "initial_scale": (lambda value: value > 0, "above 0"),
     "min_scale": (lambda value: value > 0, "above 0"),
-    "max_scale": (lambda value: value > 0, "above 0"),
-    "growth_factor": (lambda value: value > 1, "above 1"),
-    "backoff_factor": (lambda value: 0 < value < 1, "between 0 and 1"),
-    "growth_interval": (lambda value: value >= 1, "1 or more"),
-    "hysteresis": (lambda value: value >= 1, "1 or more"),
+    "growth_factor": (lambda value: value >= 1, "from 1"),
+    "backoff_factor": (lambda value: 0 < value <= 1, "above 0 and up to 1"),
+    "growth_interval": (lambda value: value >= 1 and value % 1 == 0, "that is whole, from 1"),
 }
 
 # Familiar arguments that choose nothing here: each with the values that hold under Phalanx, which include the familiar default.
 _COMMON: dict[str, tuple[object, ...]] = {
     "norm_type": (2.0,),
+    "max_scale": (None,),  # the scale grows as far as gradients stay finite
+    "hysteresis": (1,),  # the scale falls at the first step that overflows
     "verbose": (False,),
     "fp8_communication": (False,),
     "use_fp8": (False,),
@@ -123,7 +123,7 @@ _INSTEAD = {
 
 
 class Preset:
-    """What every plugin is: a plan, and the Booster's options that belong to it.
+    """What every plugin is: a plan, and the Booster's options that belong to it (`scaler`: what was said of the loss scale).
 
     Raises: PlanError for an argument that is unknown or cannot take effect, and for a plan that contradicts itself.
     """

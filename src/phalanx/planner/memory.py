@@ -31,42 +31,45 @@ def predict(
     data_size: int,
     optimizer_moments: int = 2,
     *,
-    kept_elements: int = 0,
+    kept_sizes: Sequence[int] = (),
     activation_bytes: int = 0,
 ) -> dict[str, int]:
     """The peak bytes of each class of memory on one rank, and their `total`.
 
-    Shapes: `chunk_sizes` are elements of each chunk in execution order, with their padding; `num_parameters` those of the part of
-    the model that one pipeline and tensor rank holds. `kept_elements` stay gathered under zero3.
+    Shapes: `chunk_sizes` are the elements of each chunk in execution order, with their padding; `kept_sizes` those of the chunks that
+    stay gathered under zero3. `num_parameters` counts the part of the model that one pipeline and tensor rank holds.
     Units: bytes.
     Raises: ConfigError where the chunks hold fewer elements than the model has, PlanError for a plan whose memory has no closed form.
     """
     if plan.precision not in COMPUTE_BYTES or plan.gemini or plan.offload:
         term = "gemini" if plan.gemini else "offload" if plan.offload else plan.precision
         raise PlanError(f"the memory of {term} has no closed form", allowed="zero0 to zero3, fsdp", remedy="zero3")
-    if data_size < 1 or sum(chunk_sizes) < num_parameters:
-        impossible = f"chunks of {sum(chunk_sizes)} elements for {num_parameters} parameters on {data_size} data ranks"
+    sizes = [*chunk_sizes, *kept_sizes]
+    if data_size < 1 or sum(sizes) < num_parameters:
+        impossible = f"chunks of {sum(sizes)} elements for {num_parameters} parameters on {data_size} data ranks"
         raise ConfigError(impossible, allowed="chunks that hold every parameter, and 1 data rank or more")
     stage = 3 if plan.fsdp else plan.zero
     num_shards = (plan.zero_group or data_size) if stage else 1
-    full, shard = sum(chunk_sizes), sum(-(-size // num_shards) for size in chunk_sizes)
+    full, shard = sum(sizes), _shard_elements(sizes, num_shards)
     compute_bytes = COMPUTE_BYTES[plan.precision]
     # PyTorch's engine keeps the float32 shard alone and casts as it gathers.
     parameter_bytes = FULL_BYTES if plan.fsdp else compute_bytes
     master_bytes = FULL_BYTES if parameter_bytes < FULL_BYTES else 0
+    held = _shard_elements(chunk_sizes, num_shards) + sum(kept_sizes) if stage == 3 else full
     found = {
-        "parameter": (shard if stage == 3 else full) * parameter_bytes,
+        "parameter": held * parameter_bytes,
         "gradient": (shard if stage >= 2 else full) * FULL_BYTES,
         "optimizer": (shard if stage >= 1 else full) * (master_bytes + optimizer_moments * FULL_BYTES),
-        "gathered_parameters": 0,
-        "gathered_gradient": 0,
+        "gathered_parameters": _largest_pair(chunk_sizes) * compute_bytes if num_shards > 1 and stage == 3 else 0,
+        "gathered_gradient": max(sizes, default=0) * FULL_BYTES if num_shards > 1 and stage >= 2 else 0,
         "activation": activation_bytes,
     }
-    if num_shards > 1 and stage == 3:
-        found["gathered_parameters"] = (_largest_pair(chunk_sizes) + kept_elements) * compute_bytes
-    if num_shards > 1 and stage >= 2:
-        found["gathered_gradient"] = max(chunk_sizes, default=0) * FULL_BYTES
     return found | {"total": sum(found.values())}
+
+
+def _shard_elements(sizes: Sequence[int], num_shards: int) -> int:
+    """What one rank holds of chunks that are cut into equal shards, each padded to fit."""
+    return sum(-(-size // num_shards) for size in sizes)
 
 
 def scale_activations(measured_bytes: int, measured_rows: int, global_rows: int, plan: Plan, data_size: int) -> int:
