@@ -25,7 +25,7 @@ SCALER: dict[str, tuple[Callable[[float], bool], str]] = {
     "growth_interval": (lambda value: value >= 1 and value % 1 == 0, "that is whole, from 1"),
 }
 
-# Familiar arguments that choose nothing here: each with the values that hold under Phalanx, which include the familiar default.
+# Familiar arguments that choose nothing here, each with the values that hold under Phalanx; any other is refused.
 _COMMON: dict[str, tuple[object, ...]] = {
     "norm_type": (2.0,),
     "max_scale": (None,),  # the scale grows as far as gradients stay finite
