@@ -1,0 +1,1 @@
+"""Everything that knows a second process or a device: launch, ranks, meshes, collectives, random streams."""

@@ -1,0 +1,136 @@
+"""Debug mode: before a collective runs, its ranks compare what they are about to do, so that drift is named and not hung on."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.cluster import failure, launch
+from phalanx.cluster.mesh import Axis
+from phalanx.errors import CommError
+
+# A rank that is later than this is reported as missing, whatever the time-out of collectives is.
+ARRIVE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one rank is about to do. `detail` is the reduction, the source or the dtype of the result."""
+
+    rank: int
+    operation: str
+    call_site: str
+    shape: list[int]
+    dtype: str
+    detail: str
+    splits: list[list[int]] | None = None
+
+
+_sequence: Counter[tuple[int, ...]] = Counter()
+
+
+def compare(
+    operation: str,
+    axis: Axis,
+    tensor: torch.Tensor | None,
+    call_site: str,
+    *,
+    detail: str = "",
+    splits: tuple[list[int], list[int]] | None = None,
+    peer: int | None = None,
+) -> None:
+    """Meets the other ranks of the operation in the shared store and compares.
+
+    Cost: one store message to write and one to read for each other rank; only for debugging.
+    Raises: CommError on every rank where two differ, or where one does not come.
+    """
+    current = launch.world()
+    if current.store is None:
+        return
+    shape = list(tensor.shape) if tensor is not None else []
+    mine = Record(
+        current.rank, operation, call_site, shape, str(tensor.dtype) if tensor is not None else "", detail, list(splits) if splits else None
+    )
+    ranks = axis.ranks
+    if peer is not None:
+        pair = (axis.ranks[axis.index], axis.ranks[peer])
+        ranks = pair if operation == "send" else pair[::-1]  # numbered apart for each direction
+    key = (*ranks, -1) if peer is not None else ranks
+    _sequence[key] += 1
+    records = _exchange(current.store, "-".join(map(str, key)), _sequence[key], mine, ranks)
+    difference = _pair_difference(records, ranks) if peer is not None else _difference(records, ranks)
+    if difference:
+        _raise(f"collective {_sequence[key]} on axis {axis.name}: {difference}", current.rank)
+
+
+def _exchange(store: dist.Store, name: str, number: int, mine: Record, ranks: tuple[int, ...]) -> dict[int, Record]:
+    """Every rank's record; ends with an error that names those that did not come."""
+    place = f"debug/{name}"
+    store.set(f"{place}/{number}/{mine.rank}", json.dumps(asdict(mine)))
+    if number > 2:  # everyone has read that one, or could not have come to the last
+        store.delete_key(f"{place}/{number - 2}/{mine.rank}")
+    keys = {rank: f"{place}/{number}/{rank}" for rank in ranks}
+    deadline = time.monotonic() + min(ARRIVE_S, launch.world().timeout_s)
+    while not store.check(list(keys.values())):
+        failed = failure.noticed()
+        if failed is not None:
+            raise failure.peer_error(failed, f"about to {mine.operation} at {mine.call_site}")
+        if time.monotonic() > deadline:
+            missing = [str(rank) for rank, key in keys.items() if not store.check([key])]
+            _raise(
+                f"rank {', '.join(missing)} did not come to {mine.operation} at {mine.call_site}, collective {number} of ranks {ranks}",
+                mine.rank,
+            )
+        time.sleep(0.002)
+    return {rank: Record(**json.loads(store.get(key))) for rank, key in keys.items()}
+
+
+def _difference(records: dict[int, Record], ranks: tuple[int, ...]) -> str:
+    """The first difference to the first rank, with both call sites; "" where all agree."""
+    first = records[ranks[0]]
+    for rank in ranks[1:]:
+        other = records[rank]
+        names = [entry.name for entry in fields(Record) if entry.name not in ("rank", "splits")]
+        if first.operation == other.operation == "all_to_all":
+            names.remove("shape")  # parts may be uneven: what counts is that both ends agree on each
+        differing = [name for name in names if getattr(first, name) != getattr(other, name)]
+        if differing:
+            return _tell(first, other, differing)
+    return _split_difference(records, ranks) if first.splits is not None else ""
+
+
+def _split_difference(records: dict[int, Record], ranks: tuple[int, ...]) -> str:
+    for here, sender in enumerate(ranks):
+        for there, receiver in enumerate(ranks):
+            sent, expected = records[sender].splits, records[receiver].splits
+            if sent is not None and expected is not None and sent[1][there] != expected[0][here]:
+                return (
+                    f"rank {sender} sends {sent[1][there]} elements to rank {receiver}, which expects {expected[0][here]}; "
+                    f"call sites {records[sender].call_site} and {records[receiver].call_site}"
+                )
+    return ""
+
+
+def _pair_difference(records: dict[int, Record], ranks: tuple[int, ...]) -> str:
+    sender, receiver = records[ranks[0]], records[ranks[1]]
+    differing = [name for name in ("shape", "dtype") if getattr(sender, name) != getattr(receiver, name)]
+    return _tell(sender, receiver, differing) if differing else ""
+
+
+def _tell(first: Record, other: Record, differing: list[str]) -> str:
+    def say(record: Record) -> str:
+        return f"rank {record.rank} {record.operation} of {record.dtype}{record.shape} {record.detail}".rstrip() + f" at {record.call_site}"
+
+    return f"{' and '.join(differing)} differ: {say(first)}; {say(other)}"
+
+
+def _raise(message: str, rank: int) -> Any:
+    error = CommError(message)
+    failure.publish(error)
+    raise error
