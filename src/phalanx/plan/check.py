@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -14,8 +15,13 @@ def conflicts(plan: PlanFields, anatomy: object | None = None, world: int | None
 
     Of `anatomy` the counts `num_layers`, `num_experts` are read where it has them.
     """
-    found = [*_world(plan, world), *_tensor(plan), *_context(plan), *_pipeline(plan), *_zero(plan, world), *_experts(plan, world)]
-    return [*found, *_fsdp(plan), *_gemini(plan), *_model(plan, anatomy)]
+    return [*_world(plan, world), *_beside_the_world(plan, world), *_model(plan, anatomy)]
+
+
+def _beside_the_world(plan: PlanFields, world: int | None) -> list[PlanError]:
+    """What contradicts itself in a plan whose axes fit the world, or whose world is not known."""
+    found = [*_tensor(plan), *_context(plan), *_pipeline(plan), *_zero(plan, world), *_experts(plan, world)]
+    return [*found, *_fsdp(plan), *_gemini(plan)]
 
 
 def _world(plan: PlanFields, world: int | None) -> Iterator[PlanError]:
@@ -24,30 +30,34 @@ def _world(plan: PlanFields, world: int | None) -> Iterator[PlanError]:
     if world < 1:
         yield PlanError(f"a world of {world} ranks", allowed="1 or more", remedy=f"world {(plan.dp or 1) * plan.model_size}")
         return
-    named = {name: getattr(plan, name) for name in AXES if getattr(plan, name) not in (None, 1)}
+    sizes = {name: getattr(plan, name) for name in AXES}
+    named = {name: size for name, size in sizes.items() if size is not None and (size > 1 or name == "dp")}
     product = math.prod(named.values())
     terms = "+".join(f"{name}{size}" for name, size in named.items())
     if plan.dp is None:
         found, allowed = f"world {world} does not fit {terms}", f"a multiple of {product} ranks"
     else:
-        found, allowed = f"world {world} is not {terms or 'dp1'}", f"{product} ranks"
+        found, allowed = f"world {world} is not {terms}", f"{product} ranks"
     yield PlanError(found, allowed=allowed, remedy=_fitting_axis(plan, world))
 
 
 def _fitting_axis(plan: PlanFields, world: int) -> str:
-    """The smallest change of one axis that makes the plan fit the world."""
+    """The smallest change of one axis that makes the plan fit the world and brings no other conflict."""
     if plan.dp is not None and world % plan.model_size == 0:
         return f"dp{world // plan.model_size} in place of dp{plan.dp}, or leave dp out"
+    others = {str(conflict) for conflict in _beside_the_world(plan, None)}
     changes: list[tuple[int, str]] = []
     for name in ("pp", "cp", "tp"):
         size: int = getattr(plan, name)
         rest, left = divmod(world, (plan.dp or 1) * plan.model_size // size)
         if size == 1 or left:
             continue
-        fits = [value for value in _divisors(rest) if plan.dp is None or value == rest]
-        best = min(fits, key=lambda value: abs(value - size), default=None)
-        if best is not None:
-            changes.append((abs(best - size), f"{name}{best} in place of {name}{size}"))
+        for value in _divisors(rest) if plan.dp is None else [rest]:
+            changed = dataclasses.replace(plan, **{name: value})  # type: ignore[arg-type]
+            fits = changed.data_index_count(world) is not None
+            if fits and others.issuperset(str(conflict) for conflict in _beside_the_world(changed, world)):
+                kind = f":{plan.tp_kind}" if name == "tp" and plan.tp_kind in ("2d", "3d") else ""
+                changes.append((abs(value - size), f"{name}{value}{kind} in place of {name}{size}"))
     return min(changes)[1] if changes else f"dp{world} with no other axis"
 
 
