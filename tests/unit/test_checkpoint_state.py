@@ -27,12 +27,16 @@ def equal(left, right) -> bool:
 
 VALUES = {
     "scalars": [None, True, False, 0, -1, 1 << 80, 0.1, -0.0, 1e-320, float("inf"), float("-inf"), float("nan"), "", "ü\n\ud800"],
-    "containers": [[], (), {}, ((1, 2), [3, (4,)]), {"a": {"b": ()}}, {1: "int", 1.5: "float", None: 0, (1, 2): [], True: 1}],
+    "containers": [[], (), {}, ((1, 2), [3, (4,)]), {"a": {"b": ()}}, {1: "int", 1.5: "float", None: 0, (1, 2): [], False: 1}],
     "tagged": {"$": "dict", "items": []},
     "order": {"z": 1, "a": 2},
     "bytes": [b"", bytes(range(256))],
     "kinds": [OrderedDict(b=1, a=2), Counter({3: 2, 10: 1}), torch.Size([2, 3]), torch.bfloat16],
-    "tensors": {0: torch.arange(5), "half": [torch.ones(2, 3).bfloat16(), torch.tensor(True), torch.zeros(0, 2)], "t": torch.arange(6.0).reshape(2, 3).T},
+    "tensors": {
+        0: torch.arange(5),
+        "half": [torch.ones(2, 3).bfloat16(), torch.tensor(True), torch.zeros(0, 2)],
+        "t": torch.arange(6.0).reshape(2, 3).T,
+    },
 }
 
 

@@ -2,15 +2,55 @@
 
 from __future__ import annotations
 
+import sys
+import time
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
-from phalanx.cluster import comm
+from phalanx.cluster import comm, failure, launch
 from phalanx.cluster.mesh import Axis
 from phalanx.errors import CheckpointError
 
 Own = TypeVar("Own")
 Shared = TypeVar("Shared")
+
+ALONE_S = 10.0
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_saves: Counter[str] = Counter()
+
+
+def require_company(axis: Axis) -> None:
+    """Finds `if rank == 0: save()` in seconds and not when collectives time out.
+
+    The first rank gives up if it is the only one that came within `ALONE_S`; that is long for ranks that left the same
+    optimizer step. Where others have come too, the late ones are waited for as in any collective.
+    Cost: one message to the store for each rank.
+    Raises: CommError on every rank, with the place of the call.
+    """
+    store = launch.world().store
+    if axis.size == 1 or store is None:
+        return
+    name = f"checkpoint/{axis.name}/{axis.ranks[0]}"
+    _saves[name] += 1
+    key = f"{name}/{_saves[name]}"
+    arrived, deadline = store.add(key, 1), time.monotonic() + ALONE_S
+    while axis.index == 0 and arrived < 2 and failure.noticed() is None:
+        if time.monotonic() > deadline:
+            missing = f"none of the other {axis.size - 1} has come {ALONE_S:g} s after rank {axis.ranks[0]} called it at {_caller()}"
+            remedy = "Call it outside of `if rank == 0`; a barrier before it waits for ranks that are this late"
+            comm.fail(f"save must be called on all ranks: {missing}. {remedy}")
+        time.sleep(0.01)
+        arrived = store.add(key, 0)
+
+
+def _caller() -> str:
+    """File and line of the innermost frame outside Phalanx, or of the outermost one."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def together(axis: Axis, work: Callable[[], Own]) -> Own:

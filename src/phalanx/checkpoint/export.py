@@ -37,56 +37,69 @@ def write_safetensors(
     Cost: memory of one shard, plus the tensor that comes next.
     Raises: CheckpointError for a name that comes twice, and where a write fails; the earlier export is then still there.
     """
-    folder = Path(directory)
+    folder, skipped = Path(directory), set(tied)
     folder.mkdir(parents=True, exist_ok=True)
-    staged: list[tuple[Path, list[str]]] = []
-    total_bytes = 0
+    shards = _Shards(folder, stem, metadata)
     try:
-        for group in _shards((item for item in tensors if item[0] not in set(tied)), max_shard_bytes):
-            path = folder / f".{stem}-{len(staged):05d}.saving"
-            staged.append((path, [item.key for item in group]))
-            shard_file.write(path, group, metadata)
-            total_bytes += sum(item.num_bytes for item in group)
-        return _put_in_place(folder, stem, staged, total_bytes)
+        for name, tensor in tensors:
+            if name not in skipped:
+                shards.add(Item.whole(name, tensor), max_shard_bytes)
+        shards.flush()
+        return _put_in_place(folder, stem, shards)
     except OSError as error:
         raise CheckpointError(f"exporting to {folder} failed ({error.strerror or error})") from error
     finally:
-        for path, _ in staged:
+        for path, _ in shards.staged:
             path.unlink(missing_ok=True)
 
 
-def _shards(tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int) -> Iterator[list[Item]]:
-    """Yields what goes into one file after the other, at least one."""
-    group: list[Item] = []
-    used, seen = 0, set()
-    for name, tensor in tensors:
-        if name in seen:
-            raise CheckpointError(f"{name} comes twice", remedy="give the second names of tied weights as `tied`")
-        seen.add(name)
-        item = Item.whole(name, tensor)
+class _Shards:
+    """Collects tensors until they make a file, and writes files under names that nobody reads yet."""
+
+    def __init__(self, folder: Path, stem: str, metadata: Mapping[str, str]):
+        self._folder, self._stem, self._metadata = folder, stem, metadata
+        self._group: list[Item] = []
+        self._group_bytes = 0
+        self._seen: set[str] = set()
+        self.staged: list[tuple[Path, list[str]]] = []
+        self.total_bytes = 0
+
+    def add(self, item: Item, max_shard_bytes: int) -> None:
+        if item.key in self._seen:
+            raise CheckpointError(f"{item.key} comes twice", remedy="give the second names of tied weights as `tied`")
+        self._seen.add(item.key)
+        self.total_bytes += item.num_bytes
         if item.num_bytes > max_shard_bytes:
-            yield [item]
-            continue
-        if used + item.num_bytes > max_shard_bytes:
-            yield group
-            group, used = [], 0
-        group.append(item)
-        used += item.num_bytes
-    if group or not seen:
-        yield group
+            self._write([item])
+            return
+        if self._group_bytes + item.num_bytes > max_shard_bytes:
+            self._write(self._group)
+            self._group, self._group_bytes = [], 0
+        self._group.append(item)
+        self._group_bytes += item.num_bytes
+
+    def flush(self) -> None:
+        """Writes what is left; one file even if there is nothing at all."""
+        if self._group or not self._seen:
+            self._write(self._group)
+
+    def _write(self, group: list[Item]) -> None:
+        path = self._folder / f".{self._stem}-{len(self.staged):05d}.saving"
+        self.staged.append((path, [item.key for item in group]))
+        shard_file.write(path, group, self._metadata)
 
 
-def _put_in_place(folder: Path, stem: str, staged: list[tuple[Path, list[str]]], total_bytes: int) -> list[Path]:
+def _put_in_place(folder: Path, stem: str, shards: _Shards) -> list[Path]:
     """Renames finished files, writes the index last, and removes files of an earlier export that are not replaced."""
-    count, weight_map, final = len(staged), {}, []
-    for number, (path, names) in enumerate(staged, start=1):
+    count, weight_map, final = len(shards.staged), {}, []
+    for number, (path, names) in enumerate(shards.staged, start=1):
         file = f"{stem}-{number:05d}-of-{count:05d}.safetensors" if count > 1 else f"{stem}.safetensors"
         disk.rename(path, folder / file)
         final.append(folder / file)
         weight_map.update(dict.fromkeys(names, file))
     index = _index_path(folder, stem)
     if count > 1:
-        content = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        content = {"metadata": {"total_size": shards.total_bytes}, "weight_map": weight_map}
         temporary = folder / f".{index.name}.saving"
         disk.write_file(temporary, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
         disk.rename(temporary, index)

@@ -42,7 +42,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Files are ordered by this and then by name, as the library does: wide types first keep every tensor aligned.
-_ORDER = ["C64", "F64", "I64", "U64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"]
+_ORDER = ["U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"]
 
 
 def dtype_name(tensor: torch.Tensor, where: str) -> str:

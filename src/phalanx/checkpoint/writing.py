@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.checkpoint import directory, disk, shard_file
 from phalanx.checkpoint import manifest as manifests
-from phalanx.checkpoint.agree import gathered, together
+from phalanx.checkpoint.agree import gathered, require_company, together
 from phalanx.checkpoint.manifest import MANIFEST, STATE, Manifest, SavedFile, SavedPiece, SavedTensor, local_name
 from phalanx.checkpoint.shard_file import Item
 from phalanx.checkpoint.state import encode
@@ -40,8 +40,10 @@ def save(
 
     Cost: extra memory of one block of 16 MiB per rank (and a copy of one tensor where pieces are not contiguous). Files on disk
     hold at most `max_file_bytes` of data each; larger pieces are cut.
-    Raises: CheckpointError on all ranks, with what stood at `path` still there, if anything fails on one of them.
+    Raises: CheckpointError on all ranks, with what stood at `path` still there, if anything fails on one of them;
+    CommError on all ranks if only the first one calls.
     """
+    require_company(axis)
     target = directory.resolve(path)
     token = gathered(axis, lambda: (None, secrets.token_hex(4)))[1][0]
     growing = directory.beside(target, "saving", token)
