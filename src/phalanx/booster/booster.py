@@ -1,0 +1,291 @@
+"""`Booster`: one plan, one model of any kind, and the same numbers as one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx import materialize
+from phalanx.anatomy import layer_stacks
+from phalanx.booster import saving
+from phalanx.booster.objective import Objective
+from phalanx.booster.optimizer import BoostedOptimizer, BoostedScheduler
+from phalanx.booster.passes import PASSES, Context
+from phalanx.booster.result import Result
+from phalanx.booster.training import Training
+from phalanx.cluster import comm, device, launch
+from phalanx.cluster.mesh import Axis, Mesh
+from phalanx.cluster.random import Streams
+from phalanx.data import boost_loader
+from phalanx.errors import ConfigError
+from phalanx.memory import StateEngine
+from phalanx.memory.engine import broadcast_from_first
+from phalanx.optim.scale import LossScale
+from phalanx.plan import Plan
+from phalanx.precision import Precision
+
+START_SCALE = 65536.0
+
+
+class Booster:
+    """Takes a single-device program's model, optimizer, criterion, loader and scheduler, and runs them under `plan`.
+
+    `plan` is a Plan, its text ("zero2+bf16"), a table, or a plugin. `clip_norm` limits the global gradient norm of kind `norm_type`.
+    `forward(model, batch)`, `count(batch)` and `split(batch, start, stop)` replace the defaults for unusual models and batches.
+    Raises: PlanError listing every conflict before anything is changed.
+    """
+
+    def __init__(
+        self,
+        plan: Plan | str | dict | None = None,
+        *,
+        plugin: Any = None,
+        clip_norm: float | None = None,
+        norm_type: float = 2.0,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+        count: Callable[[Any], Any] | None = None,
+        split: Callable[[Any, int, int], Any] | None = None,
+        seed: int = 0,
+    ):
+        plan, plugin = _plan_and_plugin(plan, plugin)
+        self.plan, self.plugin = plan, plugin
+        self.clip_norm = clip_norm if clip_norm is not None else getattr(plugin, "clip_norm", None)
+        self.norm_type, self.seed = norm_type, seed
+        self.forward, self.count, self.split = forward, count, split
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            raise ConfigError(f"clip_norm is {self.clip_norm}", allowed="a number above 0, or None", remedy="clip_norm=1.0")
+        self.world = launch.launch()
+        plan.require(None, self.world.size)
+        self.mesh = Mesh(plan.sizes(self.world.size))
+        self.device = device.get(device.current().kind)
+        self.precision = Precision.of(plan.precision)
+        self.streams = Streams(seed, self.device)
+        self.trainings: list[Training] = []
+        self.loaders: list[Any] = []
+
+    # -- boosting ------------------------------------------------------------------------------------------------------
+
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        criterion: Callable | None = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+    ) -> tuple[nn.Module, Any, Any, Any, Any]:
+        """Returns model, optimizer, criterion, dataloader and lr_scheduler ready for the plan; None comes back as None.
+
+        Batches are global: the returned loader yields this data index's rows of what the given one yields.
+        """
+        context = Context(self.plan, self.mesh, self.precision, self.streams, uses_own_loss=criterion is None)
+        objective = Objective(model, criterion, self.forward, self.count)
+        for run in PASSES:
+            model = run(model, context)
+        training = Training(
+            model,
+            self._make_engine(model),
+            objective,
+            data_axis=self.mesh.axis("dp", "cp"),
+            num_passes=self.plan.acc,
+            clip_norm=self.clip_norm,
+            norm_type=self.norm_type,
+            scale=self._make_scale(),
+            split=self.split,
+        )
+        if optimizer is not None:
+            training.attach_optimizer(optimizer)
+        if lr_scheduler is not None:
+            training.scheduler = BoostedScheduler(lr_scheduler)
+        if dataloader is not None:
+            dataloader = boost_loader(dataloader, axis=self.mesh.axis("dp"), seed=self.seed)
+            self.loaders.append(dataloader)
+        self.trainings.append(training)
+        self._wrap_generate(model, training.engine)
+        return model, training.optimizer, criterion, dataloader, training.scheduler
+
+    def launch(self, *, model: nn.Module, optimizer: Any = None, criterion: Any = None, dataloader: Any = None) -> tuple[Any, Any, Any, Any]:
+        """`boost` with four values back, for callers used to that form."""
+        return self.boost(model, optimizer, criterion, dataloader)[:4]
+
+    def _make_engine(self, model: nn.Module) -> Any:
+        data = self.mesh.axis("dp", "cp")
+        if self.plan.fsdp:
+            from phalanx.memory.fsdp import FsdpEngine
+
+            return FsdpEngine(model, layer_stacks(model), precision=self.precision, axis=data, device=self.device.torch_device)
+        replicas, shards = self.mesh.split(data, self.plan.zero_group or data.size)
+        fill = None
+        if materialize.is_lazy(model):
+            fill = lambda receive: self._fill(model, receive)  # noqa: E731
+        else:
+            self._place_buffers(model, data)
+        return StateEngine(
+            model,
+            layer_stacks(model),
+            stage=self.plan.zero,
+            precision=self.precision,
+            shard_axis=shards,
+            replica_axis=replicas,
+            reduce_axis=self.mesh.channel(shards, "reduce"),
+            device=self.device.torch_device,
+            fill=fill,
+        )
+
+    def _fill(self, model: nn.Module, receive: Callable[[str, torch.Tensor], None]) -> None:
+        materialize.replay(model, receive)
+        self._place_buffers(model, self.mesh.axis("dp", "cp"))
+
+    def _place_buffers(self, model: nn.Module, axis: Axis) -> None:
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = broadcast_from_first(buffer.to(self.device.torch_device), axis)
+
+    def _make_scale(self) -> LossScale:
+        options = dict(getattr(self.plugin, "scaler", None) or {})
+        if not self.precision.scales_loss:
+            return LossScale.constant()
+        return LossScale(value=options.pop("initial_scale", START_SCALE), **_scale_options(options))
+
+    def _wrap_generate(self, model: nn.Module, engine: StateEngine) -> None:
+        """Generation runs on whole parameters: ranks may then run different numbers of passes."""
+        generate = getattr(model, "generate", None)
+        if generate is None or not engine.policy.parameter:
+            return
+
+        def gathered_generate(*args: Any, **kwargs: Any) -> Any:
+            with engine.gathered():
+                return generate(*args, **kwargs)
+
+        model.generate = gathered_generate  # type: ignore[assignment]
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Any, model: nn.Module | None = None) -> Result:
+        """One optimizer step on one global batch, of which this rank hands in its data index's rows."""
+        training = self._training(model)
+        training.forward_backward(batch)
+        return training.step(advance=True)
+
+    def forward_backward(self, batch: Any, model: nn.Module | None = None) -> Result:
+        """The passes of `step` without its update; several calls before one `optimizer.step()` add up. Returns loss and tokens."""
+        training = self._training(model)
+        before = training.loss_sum.clone(), training.count.clone()
+        training.forward_backward(batch)
+        totals = torch.stack([training.loss_sum - before[0], training.count - before[1]])
+        comm.all_reduce(totals, training.data_axis).wait()
+        loss, count = totals.tolist()
+        return Result(loss=loss / count if count else float("nan"), tokens=round(count))
+
+    def backward(self, loss: torch.Tensor, optimizer: BoostedOptimizer, count: Any = None) -> None:
+        """Differentiates a loss of a hand-written loop. With `count` it is a mean over that many items; without, every call on every rank weighs the same."""
+        training = self._training_of(optimizer)
+        if loss.dim():
+            raise ConfigError(f"the loss has shape {tuple(loss.shape)}", allowed="a scalar", remedy="loss.mean()")
+        weight = torch.as_tensor(1.0 if count is None else count, dtype=torch.float64, device=training.engine.device)
+        wide = loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
+        training.backward(torch.where(weight > 0, wide * weight.to(wide.dtype), torch.zeros_like(wide)), weight, training.synchronise)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
+        """Backwards inside do not reduce gradients where the plan keeps whole ones; the result of the step is the same."""
+        with ExitStack() as stack:
+            for training in [self._training(model)] if model is not None else self.trainings:
+                stack.enter_context(training.no_sync())
+            yield
+
+    def evaluate(self, batch: Any, model: nn.Module | None = None) -> Result:
+        """Loss and count of a global batch, without gradients, in evaluation mode."""
+        return self._training(model).evaluate(batch)
+
+    def gradients(self, model: nn.Module | None = None) -> dict[str, torch.Tensor]:
+        """The full gradient of every parameter in use by name: normalised, before clipping. Collective; before `optimizer.step()`."""
+        return self._training(model).gradients()
+
+    def full_state_dict(self, model: nn.Module | None = None) -> dict[str, torch.Tensor]:
+        """Full weights (in full precision) and buffers by the model's own names, on every rank. Collective."""
+        return saving.full_state_dict(self._training(model, trained=False))
+
+    @contextmanager
+    def gathered(self, model: nn.Module | None = None) -> Iterator[None]:
+        """The whole model's parameters on every rank while inside; changes made there are not kept."""
+        with self._training(model, trained=False).engine.gathered():
+            yield
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """The whole run: weights, moments, settings, schedule, loss scale, random streams, place in the data. Collective."""
+        saving.save_run(self, Path(path))
+
+    def load(self, path: str | Path) -> None:
+        """Takes up a run that `save` wrote; raises CheckpointError where a part is missing. Collective."""
+        saving.load_run(self, Path(path))
+
+    def save_model(self, model: Any, path: str | Path | None = None, *, format: str = "huggingface") -> None:
+        """Writes the model in full, by its own names: `save_model(path)` or `save_model(model, path)`. Collective."""
+        chosen, target = (None, model) if path is None else (model, path)
+        saving.save_model(self._training(chosen, trained=False), Path(target), format, self.mesh.world)
+
+    def load_model(self, model: Any, path: str | Path | None = None) -> None:
+        """Loads weights alone, from `save_model` or a `transformers` directory. Collective."""
+        chosen, source = (None, model) if path is None else (model, path)
+        saving.load_model(self._training(chosen, trained=False), Path(source))
+
+    def save_optimizer(self, optimizer: BoostedOptimizer, path: str | Path) -> None:
+        """Writes the optimizer's state and settings. Collective."""
+        saving.save_optimizer(self._training_of(optimizer), Path(path), self.mesh.world)
+
+    def load_optimizer(self, optimizer: BoostedOptimizer, path: str | Path) -> None:
+        saving.load_optimizer(self._training_of(optimizer), Path(path), self.mesh.world)
+
+    def save_lr_scheduler(self, lr_scheduler: BoostedScheduler, path: str | Path) -> None:
+        saving.save_state(lr_scheduler.inner.state_dict(), Path(path), self.mesh.world)
+
+    def load_lr_scheduler(self, lr_scheduler: BoostedScheduler, path: str | Path) -> None:
+        lr_scheduler.inner.load_state_dict(saving.load_state(Path(path), self.mesh.world))
+
+    # -- finding what is meant -----------------------------------------------------------------------------------------
+
+    def _training(self, model: nn.Module | None, trained: bool = True) -> Training:
+        if not self.trainings:
+            raise ConfigError("nothing was boosted yet", remedy="model, optimizer, *_ = booster.boost(model, optimizer)")
+        if model is not None:
+            for training in self.trainings:
+                if training.model is model:
+                    return training
+            raise ConfigError("this model was not boosted by this booster", remedy="the model that booster.boost returned")
+        candidates = [training for training in self.trainings if training.optimizer is not None] or self.trainings
+        if len(candidates) > 1:
+            raise ConfigError(f"{len(candidates)} models are trained by this booster", allowed="naming one", remedy="booster.step(batch, model)")
+        return candidates[0]
+
+    def _training_of(self, optimizer: Any) -> Training:
+        for training in self.trainings:
+            if training.optimizer is not None and optimizer in (training.optimizer, training.optimizer.inner):
+                return training
+        raise ConfigError("this optimizer was not boosted by this booster", remedy="the optimizer that booster.boost returned")
+
+
+def _plan_and_plugin(plan: Any, plugin: Any) -> tuple[Plan, Any]:
+    if plan is not None and plugin is not None:
+        raise ConfigError("both a plan and a plugin were given", allowed="one of them", remedy='Booster("zero2")')
+    if hasattr(plan, "plan"):
+        plan, plugin = None, plan
+    if plugin is not None:
+        return plugin.plan, plugin
+    return Plan.of("zero0" if plan is None else plan), None
+
+
+def _scale_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The loss scale's settings from the names that plugins use for them."""
+    names = {"growth_factor": "growth", "backoff_factor": "backoff", "growth_interval": "growth_interval", "min_scale": "minimum"}
+    unknown = sorted(set(options) - set(names))
+    if unknown:
+        raise ConfigError(f"loss scale setting {unknown[0]!r} has no effect", allowed=", ".join(names))
+    return {names[name]: value for name, value in options.items()}

@@ -1,0 +1,89 @@
+"""The one owner of normalisation: from a model and rows to a sum of losses and the count it is to be divided by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.anatomy import own_loss
+from phalanx.errors import ConfigError
+
+Forward = Callable[[nn.Module, Any], Any]
+Count = Callable[[Any], Any]
+
+
+class Objective:
+    """Computes (sum of losses, count) of some rows, so that sums over any cut of a batch give the same quotient.
+
+    With a criterion: it is called with the model's output and the batch, and returns (loss_sum, count), or a mean whose count is
+    `count(batch)`. Without: the model's own `.loss` is used. `count` overrules what a mean is taken to be over.
+    """
+
+    def __init__(self, model: nn.Module, criterion: Callable | None, forward: Forward | None, count: Count | None):
+        self.criterion, self.forward, self.custom_count = criterion, forward, count
+        self.own = own_loss(model)
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (loss_sum, count) as scalars; loss_sum has at least float32 and is 0 with gradient 0 where count is 0."""
+        loss, count = self._with_criterion(model, batch) if self.criterion else self._with_own_loss(model, batch)
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+            found = f"the loss is a {type(loss).__name__}" + (f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else "")
+            raise ConfigError(found, allowed="a scalar tensor, or (loss_sum, count)", remedy="loss.sum() together with its count")
+        if loss.dtype in (torch.bfloat16, torch.float16):
+            loss = loss.float()
+        return loss, torch.as_tensor(count, device=loss.device).double()
+
+    def _with_criterion(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
+        assert self.criterion is not None
+        output = self.forward(model, batch) if self.forward else _call(model, batch, withhold_labels=True)
+        target = batch if isinstance(batch, Mapping) or not isinstance(batch, (tuple, list)) else batch[-1]
+        loss = self.criterion(output, target)
+        if isinstance(loss, tuple):
+            return loss
+        count = self._count(batch)
+        return _sum_of_mean(loss, count), count
+
+    def _with_own_loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
+        count = self._count(batch)
+        if self.forward is not None:
+            return _sum_of_mean(_loss_of(self.forward(model, batch)), count), count
+        keywords = self.own.kwargs(batch) if isinstance(batch, Mapping) else {}
+        output = _call(model, {**batch, **keywords}, withhold_labels=False) if keywords else _call(model, batch, withhold_labels=False)
+        loss = _loss_of(output)
+        return (loss if keywords else _sum_of_mean(loss, count)), count
+
+    def _count(self, batch: Any) -> torch.Tensor:
+        return torch.as_tensor(self.custom_count(batch) if self.custom_count else self.own.count(batch))
+
+
+def _call(model: nn.Module, batch: Any, *, withhold_labels: bool) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**{key: value for key, value in batch.items() if not (withhold_labels and key == "labels")})
+    if isinstance(batch, (tuple, list)):
+        return model(*batch[:-1]) if withhold_labels else model(*batch)
+    return model(batch)
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    """The loss within a model's output."""
+    if isinstance(output, torch.Tensor) and output.dim() == 0:
+        return output
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None:
+        raise ConfigError(
+            f"the model's output ({type(output).__name__}) has no loss",
+            allowed="a criterion, a model whose output has `.loss` (labels in the batch), or one that returns a scalar",
+            remedy="booster.boost(model, optimizer, criterion)",
+        )
+    return loss
+
+
+def _sum_of_mean(loss: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """The sum behind a mean; 0 with gradient 0 where the mean is over nothing."""
+    if loss.dtype in (torch.bfloat16, torch.float16):
+        loss = loss.float()
+    count = count.to(loss.device)
+    return torch.where(count > 0, loss * count, torch.zeros_like(loss))

@@ -1,0 +1,140 @@
+"""The optimizer and the scheduler that a person gets back: theirs, working on this rank's shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from phalanx.errors import ConfigError
+from phalanx.memory import StateEngine
+
+
+class BoostedOptimizer(Optimizer):
+    """The person's optimizer with its parameters replaced by shards; groups, state and settings are its own.
+
+    `step` is the distributed step: gradients are summed, normalised, clipped and checked before it.
+    """
+
+    def __init__(self, inner: Optimizer, step: Callable[[], Any], clear: Callable[[], None]):
+        # No super().__init__(): this object shares the groups of `inner` rather than building its own.
+        self.inner, self._step, self._clear = inner, step, clear
+        self.defaults = inner.defaults
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        """One optimizer step with the gradients of every backward since the last; returns its `Result`."""
+        if closure is not None:
+            raise ConfigError("optimizer.step got a closure", allowed="gradients from booster.backward", remedy="optimizer.step()")
+        return self._step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients since the last step."""
+        self._clear()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ConfigError("a parameter group was added after boost", allowed="groups that exist before boost", remedy="an empty group")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state, of this rank's shards."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        return f"BoostedOptimizer({self.inner!r})"
+
+
+class BoostedScheduler:
+    """The person's scheduler; it advances once per optimizer step that was not skipped, whatever the number of ranks.
+
+    `booster.step` advances it by itself. In a hand-written loop `step()` after `optimizer.step()` does.
+    """
+
+    def __init__(self, inner: Any):
+        self.inner = inner
+        self.is_driven_by_metric = isinstance(inner, ReduceLROnPlateau)
+        self._advanced_by_booster = False
+        self._last_step_skipped = False
+
+    def after_step(self, skipped: bool, advance: bool) -> None:
+        """Called after every optimizer step; `advance` where booster.step owns the loop."""
+        self._last_step_skipped = skipped
+        self._advanced_by_booster = advance and not self.is_driven_by_metric
+        if self._advanced_by_booster and not skipped:
+            self.inner.step()
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advances the schedule, unless the optimizer step before it was skipped."""
+        if self._advanced_by_booster:
+            raise ConfigError(
+                "lr_scheduler.step() was called after booster.step, which has advanced it already",
+                allowed="one advance per optimizer step",
+                remedy="leave lr_scheduler.step() out",
+            )
+        if not self._last_step_skipped or self.is_driven_by_metric:
+            self.inner.step(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+
+def use_fused_kernels(optimizer: Optimizer) -> None:
+    """Turns the fused kernel on where the optimizer has one for this device and the person chose none.
+
+    Cost: a third of the time of the default loop on a processor; the same update to rounding.
+    """
+    if not getattr(type(optimizer), "__module__", "").startswith("torch.optim"):
+        return
+    for group in optimizer.param_groups:
+        chosen = group.get("fused", False) is not None or group.get("foreach") is not None
+        plain = all(parameter.is_floating_point() for parameter in group["params"])
+        if "fused" in group and not chosen and plain and not group.get("differentiable") and not isinstance(group.get("lr"), torch.Tensor):
+            group["fused"] = True
+
+
+def move_to_shards(optimizer: Optimizer, engine: StateEngine) -> list[list[str]]:
+    """Replaces every parameter in the optimizer's groups by what this rank updates of it; returns the names in each group.
+
+    State that the optimizer already has goes along.
+    Raises: ConfigError for a parameter that the model does not have.
+    """
+    home = {slot.identity: (chunk, slot) for chunk, slot in engine.slots}
+    names: list[list[str]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        names.append([])
+        shards = []
+        for parameter in group["params"]:
+            if id(parameter) not in home:
+                raise ConfigError(
+                    f"group {number} of the optimizer holds a parameter of shape {tuple(parameter.shape)} that the model does not have",
+                    allowed="parameters of the boosted model",
+                    remedy="build the optimizer from model.parameters() of this very model",
+                )
+            chunk, slot = home[id(parameter)]
+            names[-1].append(slot.name)
+            state = optimizer.state.pop(parameter, None)
+            if slot.shard is None:
+                continue
+            shards.append(slot.shard)
+            if state:
+                optimizer.state[slot.shard] = {key: _cut(value, chunk, slot) for key, value in state.items()}
+        group["params"] = shards
+    return names
+
+
+def _cut(value: Any, chunk: Any, slot: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.shape != slot.shape or not chunk.policy.optimizer:
+        return value
+    return value.reshape(-1)[slice(*chunk.local_run(slot))].to(chunk.device, copy=True)

@@ -1,0 +1,101 @@
+"""The ordered passes that turn a person's model into one that runs under the plan; each is a no-op where its term is absent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.anatomy import is_batch_dependent, layer_stacks, replace_causal_loss
+from phalanx.cluster.mesh import Mesh
+from phalanx.cluster.random import Streams
+from phalanx.errors import PlanError
+from phalanx.kernels.cross_entropy import causal_loss
+from phalanx.parallel import recompute
+from phalanx.plan import Plan
+from phalanx.precision import Precision
+
+
+@dataclass
+class Context:
+    """What a pass may need to know."""
+
+    plan: Plan
+    mesh: Mesh
+    precision: Precision
+    streams: Streams
+    uses_own_loss: bool
+
+
+def refuse_batch_dependence(model: nn.Module, context: Context) -> nn.Module:
+    """Models whose numbers depend on how the batch is cut cannot be exact where it is cut."""
+    names = is_batch_dependent(model)
+    pieces = context.mesh.size("dp") * context.plan.acc
+    if names and pieces > 1:
+        raise PlanError(
+            f"'{names[0]}' ({type(model.get_submodule(names[0])).__name__}) computes over the whole batch, which the plan cuts into {pieces}",
+            allowed="modules that treat each row by itself",
+            remedy="GroupNorm or LayerNorm in its place, or one process with acc1",
+        )
+    return model
+
+
+def recompute_blocks(model: nn.Module, context: Context) -> nn.Module:
+    if context.plan.recompute is not None:
+        recompute.apply([block for _, block in layer_stacks(model)], context.plan.recompute)
+    return model
+
+
+def plug_loss(model: nn.Module, context: Context) -> nn.Module:
+    """The model's own next-token loss without its float32 copy of the logits."""
+    if context.uses_own_loss:
+        replace_causal_loss(model, causal_loss)
+    return model
+
+
+def enter_streams(model: nn.Module, context: Context) -> nn.Module:
+    """Runs every training forward on the data index's own random stream."""
+    stack: list[ExitStack] = []
+
+    @torch._dynamo.disable
+    def enter(module: nn.Module, args: Any) -> None:
+        scope = ExitStack()
+        if module.training and not stack:
+            scope.enter_context(context.streams.fork("model", context.mesh.index("dp")))
+        stack.append(scope)
+
+    @torch._dynamo.disable
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if stack:
+            stack.pop().close()
+
+    model.register_forward_pre_hook(enter, prepend=True)
+    model.register_forward_hook(leave, always_call=True)
+    return model
+
+
+def cast_inputs(model: nn.Module, context: Context) -> nn.Module:
+    """Floating inputs meet the weights in the compute dtype; labels stay as they are."""
+    if context.precision.compute is None:
+        return model
+    cast = context.precision.cast_inputs
+
+    @torch._dynamo.disable
+    def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return tuple(cast(list(args))), {key: value if key == "labels" else cast(value) for key, value in kwargs.items()}
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    return model
+
+
+PASSES: tuple[Callable[[nn.Module, Context], nn.Module], ...] = (
+    refuse_batch_dependence,
+    plug_loss,
+    recompute_blocks,
+    enter_streams,
+    cast_inputs,
+)

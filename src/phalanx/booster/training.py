@@ -1,0 +1,259 @@
+"""One model in training: its passes, its statistics over all ranks, and its optimizer step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.booster.objective import Objective
+from phalanx.booster.optimizer import BoostedOptimizer, BoostedScheduler, move_to_shards, use_fused_kernels
+from phalanx.booster.result import Result
+from phalanx.cluster import comm
+from phalanx.cluster.mesh import Axis
+from phalanx.data import num_rows, spare_row, take_rows
+from phalanx.errors import ConfigError, ShapeError
+from phalanx.layout import split_range
+from phalanx.memory import StateEngine
+from phalanx.optim.elementwise import require_elementwise
+from phalanx.optim.norm import clip_factor, local_power, norm_from_power
+from phalanx.optim.scale import LossScale
+
+
+@dataclass
+class Agreed:
+    """What all ranks know of a step before its update: sums over ranks."""
+
+    loss_sum: float
+    count: float
+    power: float
+
+
+class Training:
+    """Runs global batches through a boosted model, pass by pass, and steps its optimizer.
+
+    `num_passes` is the number of accumulation passes; `data_axis` holds the ranks that see different rows.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: StateEngine,
+        objective: Objective,
+        *,
+        data_axis: Axis,
+        num_passes: int,
+        clip_norm: float | None,
+        norm_type: float,
+        scale: LossScale,
+        split: Any = None,
+    ):
+        self.model, self.engine, self.objective = model, engine, objective
+        self.data_axis, self.num_passes, self.split = data_axis, num_passes, split
+        self.clip_norm, self.norm_type, self.scale = clip_norm, norm_type, scale
+        self.optimizer: BoostedOptimizer | None = None
+        self.scheduler: BoostedScheduler | None = None
+        self.group_names: list[list[str]] = []
+        self.synchronise = True
+        self.num_steps = self.skipped_total = 0
+        self.spare: Any = None
+        self.scale_is_fitted = scale.growth == 1.0
+        self._forget()
+
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Puts this rank's shards into the optimizer's groups.
+
+        Raises: ConfigError for an optimizer that cannot work on shards exactly.
+        """
+        if self.engine.policy.optimizer:
+            require_elementwise(optimizer)
+        self.group_names = move_to_shards(optimizer, self.engine)
+        use_fused_kernels(optimizer)
+        self.optimizer = BoostedOptimizer(optimizer, lambda: self.step(advance=False), self.clear)
+
+    def _forget(self) -> None:
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.engine.device)
+        self.count = torch.zeros((), dtype=torch.float64, device=self.engine.device)
+        self.agreed: Agreed | None = None
+
+    # -- passes --------------------------------------------------------------------------------------------------------
+
+    def forward_backward(self, batch: Any) -> None:
+        """All passes of one global batch's local rows; their gradients add up until the optimizer's step."""
+        for number, (rows, weight) in enumerate(self._passes(batch, self.num_passes)):
+            loss_sum, count = self.objective(self.model, rows)
+            last = number == self.num_passes - 1
+            self.backward(loss_sum * weight, count * weight, synchronise=last and self.synchronise)
+
+    def backward(self, loss_sum: torch.Tensor, count: torch.Tensor, synchronise: bool) -> None:
+        """Differentiates a sum of losses and adds it and its count to the step's."""
+        if self.agreed is not None:
+            raise ConfigError(
+                "a backward came after this step's gradients were read",
+                allowed="optimizer.step() or optimizer.zero_grad() after booster.gradients()",
+                remedy="call booster.gradients() after the last backward",
+            )
+        if not self.scale_is_fitted:
+            self._fit_scale(count)
+        with self.engine.backward(synchronise):
+            (loss_sum * self.scale.value).backward() if self.scale.value != 1.0 else loss_sum.backward()
+        self.loss_sum += loss_sum.detach()
+        self.count += count
+
+    def _fit_scale(self, count: torch.Tensor) -> None:
+        """Before the very first backward: what is differentiated is a sum, so the usual start scale is for its mean."""
+        total = count.clone()
+        comm.all_reduce(total, self.data_axis).wait()
+        self.scale.value /= 2.0 ** math.ceil(math.log2(max(float(total), 1.0)))
+        self.scale_is_fitted = True
+
+    def _passes(self, batch: Any, num_passes: int) -> Iterator[tuple[Any, float]]:
+        """The local rows cut into passes, each with weight 1; a pass without rows runs a spare row at weight 0."""
+        spare = spare_row(batch)
+        total = self.num_rows(batch)
+        if total:
+            self.spare = spare = self.rows(batch, 0, 1, total)
+        for number in range(num_passes):
+            start, stop = split_range(total, num_passes, number)
+            if start < stop:
+                yield self._place(self.rows(batch, start, stop, total)), 1.0
+            else:
+                yield self._place(self._spare_or_raise(spare)), 0.0
+
+    def _spare_or_raise(self, spare: Any) -> Any:
+        spare = self.spare if spare is None else spare
+        if spare is None:
+            raise ShapeError(
+                "this rank's first batch has no rows, and no row of the global batch is at hand to take part with",
+                allowed="a loader given to boost, or at least one row per rank in the first batch",
+                remedy="booster.boost(..., dataloader=loader)",
+            )
+        return spare
+
+    def num_rows(self, batch: Any) -> int:
+        return num_rows(batch)
+
+    def rows(self, batch: Any, start: int, stop: int, total: int) -> Any:
+        return self.split(batch, start, stop) if self.split else take_rows(batch, start, stop, total)
+
+    def _place(self, batch: Any) -> Any:
+        return to_device(batch, self.engine.device)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside leave gradients local where the plan keeps whole gradients; the next one outside reduces all."""
+        before, self.synchronise = self.synchronise, False
+        try:
+            yield
+        finally:
+            self.synchronise = before
+
+    @torch.no_grad()
+    def evaluate(self, batch: Any) -> Result:
+        """The loss of a global batch without gradients, in evaluation mode."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            totals = torch.zeros(2, dtype=torch.float64, device=self.engine.device)
+            for rows, weight in self._passes(batch, 1):
+                loss_sum, count = self.objective(self.model, rows)
+                totals += torch.stack([loss_sum.double(), count]) * weight
+        finally:
+            self.model.train(was_training)
+        comm.all_reduce(totals, self.data_axis).wait()
+        loss, count = totals.tolist()
+        return Result(loss=loss / count if count else math.nan, tokens=round(count))
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def agree(self) -> Agreed:
+        """Sums gradients, losses, counts and the norm over all ranks; the one host read of a step."""
+        if self.agreed is not None:
+            return self.agreed
+        engine = self.engine
+        engine.finish_gradients()
+        used = torch.tensor(engine.used_flags(), dtype=torch.float64, device=engine.device)
+        if self.data_axis.size > 1:  # a rank that did not use a parameter still holds a part of its summed gradient
+            engine.set_used([True] * len(used))
+        power = local_power(engine.gradient_parts(), self.norm_type, engine.device)
+        if math.isinf(self.norm_type):
+            comm.all_reduce(power, self.data_axis, op="max").wait()
+            power = power / self.data_axis.size
+        vector = torch.cat([torch.stack([self.loss_sum, self.count, power]), used])
+        comm.all_reduce(vector, self.data_axis).wait()
+        loss_sum, count, total, *flags = vector.tolist()
+        engine.set_used([flag > 0 for flag in flags])
+        self.agreed = Agreed(loss_sum, count, total)
+        return self.agreed
+
+    def step(self, advance: bool) -> Result:
+        """Normalises, clips and applies the gradients of every backward since the last step, or skips them on all ranks.
+
+        `advance`: move the scheduler as well.
+        """
+        if self.optimizer is None:
+            raise ConfigError("this model was boosted without an optimizer", remedy="booster.boost(model, optimizer)")
+        agreed, scale = self.agree(), self.scale.value
+        divisor = agreed.count * scale
+        norm = norm_from_power(agreed.power, self.norm_type) / divisor if agreed.count else math.nan
+        skipped = not math.isfinite(norm)
+        factor = clip_factor(norm, self.clip_norm)
+        lr = float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else None
+        if not skipped:
+            self._update(factor / divisor)
+            self.num_steps += 1
+        if agreed.count:
+            self.scale.update(finite=not skipped)
+        self.skipped_total += skipped
+        result = Result(
+            loss=agreed.loss_sum / agreed.count if agreed.count else math.nan,
+            tokens=round(agreed.count),
+            grad_norm=norm,
+            clip_factor=factor,
+            skipped=skipped,
+            skipped_total=self.skipped_total,
+            lr=lr,
+            loss_scale=scale,
+        )
+        self.clear()
+        if self.scheduler is not None:
+            self.scheduler.after_step(skipped, advance)
+        return result
+
+    def _update(self, factor: float) -> None:
+        assert self.optimizer is not None
+        self.engine.expose_gradients()
+        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if factor != 1.0 and gradients:
+            torch._foreach_mul_(gradients, factor)
+        self.optimizer.inner.step()
+        self.engine.publish()
+
+    def clear(self) -> None:
+        """Forgets gradients, losses and counts since the last step."""
+        self.engine.clear_gradients()
+        self._forget()
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Every full gradient, normalised and before clipping, by the model's own names."""
+        agreed = self.agree()
+        divisor = agreed.count * self.scale.value
+        return {name: gradient.detach().clone() / divisor for name, gradient in self.engine.full_gradients()}
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """The batch with all tensors on the device; what is there already is not copied."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if device.type == "cpu":
+        return value
+    if isinstance(value, dict):
+        return {key: to_device(item, device) for key, item in value.items()}
+    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+        return type(value)(to_device(item, device) for item in value)
+    return value.to(device) if hasattr(value, "to") else value
