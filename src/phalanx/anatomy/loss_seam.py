@@ -7,31 +7,27 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from phalanx.errors import ConfigError
+from phalanx.anatomy.loss_source import find_speaker
 
 LossFunction = Callable[..., torch.Tensor]
 
 
-def replace_causal_loss(model: nn.Module, function: LossFunction) -> LossFunction:
-    """Makes `function` the loss of a causal language model, and returns the one it had before.
+def replace_causal_loss(model: nn.Module, function: LossFunction) -> LossFunction | None:
+    """Makes `function` the loss of a causal language model; returns the one it had, or None where the model has no causal loss.
 
     `function` is called as the model calls its own: `(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None,
-    **keywords)`, with `labels` not yet shifted, and returns a scalar. The former one is kept in `function.replaces`.
-    Raises: ConfigError where the model has no such seam or its loss is not the causal one.
+    **keywords)`, with `labels` not yet shifted, and returns a scalar. A model inside a wrapper is found.
     """
-    original = getattr(model, "loss_function", None)
+    speaker, source = find_speaker(model)
+    original = getattr(speaker, "loss_function", None) if source.calls_seam else None
     if getattr(original_loss(original), "__name__", None) != "ForCausalLMLoss":
-        raise ConfigError(
-            f"{type(model).__name__} has no causal loss that could be replaced",
-            allowed="transformers models whose loss_function is ForCausalLMLoss",
-            remedy="pass a criterion to boost()",
-        )
+        return None
 
     def replacement(*arguments: object, **keywords: object) -> torch.Tensor:
         return function(*arguments, **keywords)
 
     replacement.replaces = original  # type: ignore[attr-defined]
-    model.loss_function = replacement
+    speaker.loss_function = replacement
     return original
 
 

@@ -78,3 +78,21 @@ def _loss_modules(model: nn.Module, text: str) -> set[str]:
     """Losses that are modules of the model and that its forward calls (`self.loss_fct(...)`)."""
     children = [(name, child) for name, child in model.named_children() if isinstance(child, nn.modules.loss._Loss)]
     return {type(child).__name__ for name, child in children if f"self.{name}(" in text}
+
+
+def find_speaker(model: nn.Module) -> tuple[nn.Module, LossSource]:
+    """The module whose forward forms the loss: the model itself, or the one `transformers` model that it wraps."""
+    source = read_loss_source(model)
+    if source.found_loss:
+        return model, source
+    for module in model.modules():
+        if module is not model and is_pretrained(module):
+            inner = read_loss_source(module)
+            if inner.found_loss:
+                return module, inner
+    return model, source
+
+
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether a module is a `transformers` model (told by name, so that nothing is imported for other models)."""
+    return any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__)

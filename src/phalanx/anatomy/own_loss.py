@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from phalanx.anatomy.loss_seam import original_loss
-from phalanx.anatomy.loss_source import LossSource, read_loss_source
+from phalanx.anatomy.loss_source import LossSource, find_speaker, is_pretrained
 from phalanx.errors import ConfigError, ShapeError
 
 IGNORED = -100
@@ -62,26 +62,13 @@ class OwnLoss:
 
 def own_loss(model: nn.Module) -> OwnLoss:
     """Reads how the model's own `.loss` is counted; wrappers around one `transformers` model are looked through."""
-    speaker, source = _find_speaker(model)
+    speaker, source = find_speaker(model)
     name = type(speaker).__name__
     if source.calls_seam:
         return _from_seam(speaker, source)
-    if _is_pretrained(speaker):
+    if is_pretrained(speaker):
         return _from_source(speaker, source)
     return OwnLoss(model=name, rule="labels", shifts_labels=source.shifts_labels, masks_labels=source.masks_labels)
-
-
-def _find_speaker(model: nn.Module) -> tuple[nn.Module, LossSource]:
-    """The module whose forward forms the loss: the model itself, or the one `transformers` model that it wraps."""
-    source = read_loss_source(model)
-    if source.found_loss:
-        return model, source
-    for module in model.modules():
-        if module is not model and _is_pretrained(module):
-            inner = read_loss_source(module)
-            if inner.found_loss:
-                return module, inner
-    return model, source
 
 
 def _from_seam(model: nn.Module, source: LossSource) -> OwnLoss:
@@ -125,10 +112,6 @@ def _classification(model: nn.Module) -> OwnLoss:
     if problem in ("regression", "multi_label_classification") or (problem is None and num_labels == 1):
         return OwnLoss(model=name, rule="rows")
     return OwnLoss(model=name, rule="labels")
-
-
-def _is_pretrained(module: nn.Module) -> bool:
-    return any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__)
 
 
 def _labels(batch: Any, shifts: bool) -> torch.Tensor | None:
