@@ -37,7 +37,7 @@ def refuse_batch_dependence(model: nn.Module, context: Context) -> nn.Module:
     pieces = context.mesh.size("dp") * context.plan.acc
     if names and pieces > 1:
         raise PlanError(
-            f"'{names[0]}' ({type(model.get_submodule(names[0])).__name__}) computes over the whole batch, which the plan cuts into {pieces}",
+            f"{names[0]}, and the plan cuts the batch into {pieces} pieces",
             allowed="modules that treat each row by itself",
             remedy="GroupNorm or LayerNorm in its place, or one process with acc1",
         )
