@@ -7,13 +7,13 @@ place in it, counted in samples, means the same under any plan.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
@@ -64,10 +64,10 @@ class EpochOrder:
 class BuiltInOrder:
     """The order of PyTorch's own sequential and random samplers, with a shuffle that is ours: seeded per epoch."""
 
-    def __init__(self, loader: DataLoader, world: Axis):
-        self._sampler = loader.sampler
-        self._batch_size, self._drop_last = loader.batch_size or 1, loader.drop_last
-        self._person_seed = _generator_seed(loader.sampler)
+    def __init__(self, batches: BatchSampler, world: Axis):
+        self._sampler: Any = batches.sampler
+        self._batch_size, self._drop_last = batches.batch_size, batches.drop_last
+        self._person_seed = _generator_seed(self._sampler)
         if self._person_seed is not None and world.size > 1:
             self._person_seed = comm.broadcast_object(self._person_seed, world, source=0)
         if self.num_batches == 0:
@@ -99,9 +99,10 @@ class CustomOrder:
     """
 
     def __init__(self, loader: DataLoader, world: Axis):
-        self._loader, self._world = loader, world
-        self._cuts_batches = type(loader.batch_sampler) is BatchSampler
-        self._samplers = [(sampler, _generator_seed(sampler)) for sampler in _samplers(loader)]
+        self._batches: Any = loader.batch_sampler
+        self._world = world
+        inner = getattr(loader.batch_sampler, "sampler", None)
+        self._samplers = [(sampler, _generator_seed(sampler)) for sampler in (loader.batch_sampler, inner) if sampler is not None]
         for sampler, _ in self._samplers:
             replicas = getattr(sampler, "num_replicas", 1)
             if isinstance(replicas, int) and replicas > 1:
@@ -113,7 +114,7 @@ class CustomOrder:
 
     @property
     def num_batches(self) -> int:
-        return len(self._loader.batch_sampler)  # type: ignore[arg-type]
+        return len(self._batches)
 
     def draw(self, seed: int, epoch: int) -> EpochOrder:
         """The order of one epoch; a collective over all ranks."""
@@ -123,8 +124,9 @@ class CustomOrder:
         indices, sizes = drawn
         if not indices:
             raise ConfigError("the sampler of the data loader drew no sample", remedy="a sampler that yields at least one index")
-        loader = self._loader
-        return EpochOrder(indices, loader.batch_size or 1, loader.drop_last, sizes)
+        if sizes is not None:
+            return EpochOrder(indices, max(sizes), drop_last=False, sizes=sizes)
+        return EpochOrder(indices, self._batches.batch_size, self._batches.drop_last)
 
     def _draw_here(self, seed: int, epoch: int) -> tuple[list, list[int] | None]:
         for sampler, person_seed in self._samplers:
@@ -134,9 +136,9 @@ class CustomOrder:
                 # The generator's state is not in any checkpoint; seeded by the epoch, a resumed run draws the same order.
                 sampler.generator.manual_seed(mix(seed, epoch, person_seed))
         with OwnRandomness(seed, epoch)():
-            if self._cuts_batches:
-                return list(self._loader.sampler), None
-            lists = [list(batch) for batch in self._loader.batch_sampler]  # type: ignore[union-attr]
+            if type(self._batches) is BatchSampler:
+                return list(self._batches.sampler), None
+            lists = [list(batch) for batch in self._batches]
         return list(chain.from_iterable(lists)), [len(batch) for batch in lists]
 
 
@@ -147,8 +149,9 @@ def order_of(loader: DataLoader, world: Axis) -> BuiltInOrder | CustomOrder:
     """
     if _length(loader.dataset) == 0:
         raise ConfigError("the data set is empty", remedy="a data set with at least one sample")
-    if type(loader.batch_sampler) is BatchSampler and type(loader.sampler) in (SequentialSampler, RandomSampler):
-        return BuiltInOrder(loader, world)
+    batches = loader.batch_sampler
+    if type(batches) is BatchSampler and type(batches.sampler) in (SequentialSampler, RandomSampler):
+        return BuiltInOrder(batches, world)
     return CustomOrder(loader, world)
 
 
@@ -164,15 +167,9 @@ def _generator_seed(sampler: Any) -> int | None:
     return generator.initial_seed() if isinstance(generator, torch.Generator) else None
 
 
-def _samplers(loader: DataLoader) -> list[Any]:
-    inner = getattr(loader.batch_sampler, "sampler", None)
-    found: Sequence[Any] = (loader.batch_sampler, loader.sampler, inner)
-    return [sampler for at, sampler in enumerate(found) if sampler is not None and sampler not in found[:at]]
-
-
-def _random_indices(sampler: Sampler, generator: torch.Generator) -> torch.Tensor:
-    size, wanted = len(sampler.data_source), sampler.num_samples  # type: ignore[attr-defined]
-    if sampler.replacement:  # type: ignore[attr-defined]
+def _random_indices(sampler: RandomSampler, generator: torch.Generator) -> torch.Tensor:
+    size, wanted = len(sampler.data_source), sampler.num_samples
+    if sampler.replacement:
         return torch.randint(size, (wanted,), generator=generator)
     rounds = [torch.randperm(size, generator=generator) for _ in range(-(-wanted // size))]
     return torch.cat(rounds)[:wanted]

@@ -23,24 +23,29 @@ _SPARE = "_phalanx_spare_row"
 
 
 def num_rows(batch: Any) -> int:
-    """The number of rows of a batch: the first dimension that most of its tensors share.
+    """The number of rows of a batch: the first dimension that most entries of a mapping share, or all of a plain sequence.
 
-    Raises: ShapeError where no tensor has a first dimension, or where two sizes are equally frequent.
+    A list may be a structure or hold one item per row, so it speaks for its own length as well as for what it holds.
+    Raises: ShapeError where no size is named, or where two are equally frequent.
     """
-    sizes = Counter(int(leaf.shape[0]) for leaf in _arrays(batch) if leaf.ndim)
-    if not sizes:
-        if isinstance(batch, list | tuple):
-            return len(batch)
+    if isinstance(batch, torch.Tensor | numpy.ndarray) and batch.ndim:
+        return int(batch.shape[0])
+    entries = _children(batch)
+    votes = Counter(size for entry in entries for size in _possible_sizes(entry))
+    is_plain = isinstance(batch, list | tuple) and not hasattr(batch, "_fields")
+    if is_plain and not (votes and any(isinstance(entry, torch.Tensor | numpy.ndarray) for entry in entries)):
+        votes[len(entries)] += 1
+    if not votes:
         raise ShapeError(
             f"a batch of type {type(batch).__name__} has no tensor with a first dimension, so its rows cannot be told apart",
             allowed="tensors whose first dimension is the batch, also inside mappings, sequences and dataclasses",
         )
-    (size, count), *others = sizes.most_common()
-    if others and others[0][1] == count:
+    (size, count), *others = votes.most_common()
+    if others and (is_plain or others[0][1] == count):
         raise ShapeError(
-            f"the tensors of a batch begin with {size} and with {others[0][0]} equally often, so its rows cannot be told apart",
-            allowed="one first dimension that most tensors of the batch share",
-            remedy="keep what is not per row out of the batch",
+            f"the entries of a batch begin with {size} and with {others[0][0]}, so its rows cannot be told apart",
+            allowed="one first dimension that most entries of a mapping, or all of a sequence, share",
+            remedy="a mapping from names to tensors, without what is not per row",
         )
     return size
 
@@ -51,13 +56,8 @@ def take_rows(batch: Any, start: int, stop: int, total: int | None = None) -> An
     Where that leaves none, the result carries one real row of the batch, which `spare_row` returns.
     """
     total = num_rows(batch) if total is None else total
-    part = _take(batch, slice(start, stop), total)
-    if start >= stop and total:
-        spare = _take(batch, slice(0, 1), total)
-        for leaf in _arrays(part):
-            if isinstance(leaf, torch.Tensor):
-                setattr(leaf, _SPARE, spare)
-    return part
+    spare = _take(batch, slice(0, 1), total) if start >= stop and total else None
+    return _take(batch, slice(start, stop), total, spare)
 
 
 def spare_row(batch: Any) -> Any:
@@ -96,12 +96,24 @@ def _children(batch: Any) -> list:
     return list(batch) if isinstance(batch, list | tuple) else []
 
 
-def _take(batch: Any, rows: slice, total: int) -> Any:
+def _possible_sizes(entry: Any) -> set[int]:
+    if isinstance(entry, torch.Tensor | numpy.ndarray):
+        return {int(entry.shape[0])} if entry.ndim else set()
+    inner = {size for child in _children(entry) for size in _possible_sizes(child)}
+    return inner | {len(entry)} if isinstance(entry, list | tuple) and not hasattr(entry, "_fields") else inner
+
+
+def _take(batch: Any, rows: slice, total: int, spare: Any = None) -> Any:
     if isinstance(batch, torch.Tensor | numpy.ndarray):
-        return batch[rows] if batch.ndim and batch.shape[0] == total else batch
+        if not batch.ndim or batch.shape[0] != total:
+            return batch
+        part = batch[rows]
+        if spare is not None and isinstance(part, torch.Tensor):
+            setattr(part, _SPARE, spare)
+        return part
     if isinstance(batch, list | tuple) and not hasattr(batch, "_fields") and len(batch) == total and not _is_cut(batch, total):
         return batch[rows]
-    return _rebuild(batch, lambda item: _take(item, rows, total))
+    return _rebuild(batch, lambda item: _take(item, rows, total, spare))
 
 
 def _is_cut(batch: Any, total: int) -> bool:
