@@ -140,14 +140,14 @@ def deepspeed(stage: int) -> Callable[[Setting], Step]:
     return build
 
 
-def phalanx(stage: int) -> Callable[[Setting], Step]:
+def phalanx(stage: int, fused: bool = True) -> Callable[[Setting], Step]:
     def build(setting: Setting) -> Step:
         import phalanx as px
 
         px.launch()
         booster = px.Booster(f"zero{stage}" + ("+bf16" if setting.half else ""))
         model = build_model()
-        model, _optimizer, *_ = booster.boost(model, adamw(model.parameters(), fused=True))
+        model, _optimizer, *_ = booster.boost(model, adamw(model.parameters(), fused))
 
         def step(index: int) -> float:
             ids = setting.ids(index)

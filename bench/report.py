@@ -103,9 +103,9 @@ def _cost(cell: dict, workload: str) -> list[tuple[str, float | None, float]]:
 def _bytes(cell: dict, precision: str) -> list[tuple[str, float | None, float]]:
     targets = []
     compute = 2 if precision == "bf16" else 4
-    activations = None
-    if peak_of(cell, ACTIVATIONS.key):
-        activations = peak_of(cell, ACTIVATIONS.key) - peak_of(cell, ACTIVATIONS.key, "held_bytes")
+    alone = peak_of(cell, ACTIVATIONS.key)
+    # Its weights, gradients and two moments are in the compute dtype; the rest are activations and what libraries keep.
+    activations = None if alone is None else alone - 4 * compute * num_parameters()["model"]
     for stage in range(4):
         key = f"phalanx-zero{stage}"
         wire, peak = wire_of(cell, key), peak_of(cell, key)
