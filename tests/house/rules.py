@@ -81,10 +81,13 @@ def read_tree(source: Path = SOURCE) -> list[Module]:
     return modules
 
 
-def imports(module: Module) -> Iterator[tuple[int, str]]:
-    """Yields (line, dotted name) of everything a file imports, wherever in the file; `from a import b` counts as a.b."""
+def imports(module: Module, *, for_types: bool = True) -> Iterator[tuple[int, str]]:
+    """Yields (line, dotted name) of everything a file imports, wherever in the file; `from a import b` counts as a.b.
+
+    With `for_types` false, what only a type checker sees (below `if TYPE_CHECKING:`) is left out.
+    """
     package = module.name if module.path.name == "__init__.py" else module.name.rpartition(".")[0]
-    for node in ast.walk(module.tree):
+    for node in _walk(module.tree, for_types):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -112,6 +115,18 @@ def uses(module: Module) -> Iterator[tuple[int, str]]:
 def words(name: str) -> set[str]:
     """The lower-case words of a CamelCase or snake_case name."""
     return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)}
+
+
+def _walk(tree: ast.AST, for_types: bool) -> Iterator[ast.AST]:
+    """Every node of a tree, with or without what stands below `if TYPE_CHECKING:`."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        children = ast.iter_child_nodes(node)
+        if not for_types and isinstance(node, ast.If) and _last_name(node.test) == "TYPE_CHECKING":
+            children = iter(node.orelse)
+        waiting.extend(children)
 
 
 def _last_name(node: ast.expr) -> str:

@@ -54,9 +54,12 @@ def outside_faults(modules: list[Module]) -> list[str]:
 
 
 def circles(modules: list[Module]) -> list[str]:
-    """One line for each group of modules that import each other, imports inside functions included."""
+    """One line for each ring of modules that import each other, inside functions too; a name for a type checker is no import."""
     names = {module.name for module in modules}
-    graph = {module.name: {target for _, name in imports(module) if (target := _nearest(name, names)) != module.name} for module in modules}
+    graph = {
+        module.name: {target for _, name in imports(module, for_types=False) if (target := _nearest(name, names)) != module.name}
+        for module in modules
+    }
     for targets in graph.values():
         targets.discard("")
         targets.discard("phalanx")
@@ -204,6 +207,11 @@ def test_a_circle_is_found(tmp_path):
         memory__c="import phalanx.memory.a",
     )
     assert circles(modules) == ["phalanx.memory.a -> phalanx.memory.b -> phalanx.memory.c -> phalanx.memory.a"]
+
+
+def test_a_name_for_the_type_checker_makes_no_circle(tmp_path):
+    modules = house(tmp_path, memory__a="from phalanx.memory import b", memory__b="if TYPE_CHECKING:\n    from phalanx.memory import a")
+    assert circles(modules) == []
 
 
 def test_an_empty_name_is_found():

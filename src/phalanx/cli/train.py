@@ -25,17 +25,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    from phalanx.cluster.launch import launch, shutdown
-    from phalanx.plan import Plan
-    from phalanx.train.folder import Folder
-    from phalanx.train.loop import train
     from phalanx.train.recipe import load_recipe
-    from phalanx.train.text import read_corpus
 
     overrides = [*arguments.overrides]
     overrides += [f"run.plan={arguments.plan}"] if arguments.plan else []
     overrides += [f"run.processes={arguments.processes}"] if arguments.processes is not None else []
     recipe = load_recipe(arguments.recipe, overrides)
+    return _train(arguments, recipe, overrides)
+
+
+def _train(arguments: argparse.Namespace, recipe: Recipe, overrides: list[str]) -> int:
+    from phalanx.cluster.launch import launch, shutdown
+    from phalanx.plan import Plan
+    from phalanx.train.folder import Folder
+    from phalanx.train.text import read_corpus
+
     world = launch()
     size = world.size if world.size > 1 else recipe.run.processes
     # All that can be known to be wrong is said before any process starts.
@@ -44,6 +48,8 @@ def execute(arguments: argparse.Namespace) -> int:
     if world.rank == 0:
         Folder(recipe.folder()).prepare(resume=arguments.resume, overwrite=arguments.overwrite)
     if size == 1 or world.size > 1:
+        from phalanx.train.loop import train
+
         train(recipe, resume=arguments.resume)
         shutdown()
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -14,10 +14,12 @@ from torch.utils.data import DataLoader
 from phalanx.booster import Booster
 from phalanx.cluster import comm
 from phalanx.cluster.launch import launch
-from phalanx.data import TokenWindows, boost_loader
+from phalanx.data import boost_loader
+from phalanx.data.windows import TokenWindows
 from phalanx.log import events, set_rank
 from phalanx.train.evaluate import Score, score
 from phalanx.train.folder import Folder
+from phalanx.train.memory import StepMemory, TensorCount, predicted_memory
 from phalanx.train.meter import Meter
 from phalanx.train.model import build_config, build_model, build_optimizer
 from phalanx.train.progress import Display
@@ -25,24 +27,26 @@ from phalanx.train.recipe import Recipe, recipe_table
 from phalanx.train.schedule import warmup_cosine
 from phalanx.train.text import END, Corpus, encode, export_tokenizer, read_corpus, tokenizer_for
 
+WATCHED_STEP = 2  # of every run: its memory is counted; the optimizer's state exists by then
 
-@dataclass
+
+@dataclass(kw_only=True)
 class Job:
     """One rank's part of a training run, ready to step."""
 
     recipe: Recipe
     folder: Folder
     booster: Booster
-    model: Any
-    optimizer: Any
-    scheduler: Any
     training: Iterable[Any]
     validation: Iterable[Any]
-    corpus: Corpus
+    validation_bytes: int
+    token_rows: tuple[torch.Tensor, torch.Tensor]
     tokenizer: Tokenizer
     display: Display
     meter: Meter
     num_parameters: int
+    predicted: StepMemory
+    measured: StepMemory | None = None
 
 
 def train(recipe: Recipe, *, resume: bool = False) -> None:
@@ -58,7 +62,8 @@ def train(recipe: Recipe, *, resume: bool = False) -> None:
     events.emit("run", "resume" if begun else "start", step=step, recipe=recipe_table(recipe), plan=str(job.booster.plan), world=world.size)
     with job.display:
         for step, batch in count_steps(job.training, begun, recipe.steps.total):
-            job.meter.add(step, job.booster.step(batch))
+            watched = step == min(begun + WATCHED_STEP, recipe.steps.total)
+            job.meter.add(step, watched_step(job, batch) if watched else job.booster.step(batch))
             after_step(job, step)
         finish(job, step)
     events.emit("run", "end", step=step)
@@ -68,26 +73,40 @@ def train(recipe: Recipe, *, resume: bool = False) -> None:
 def build_job(recipe: Recipe, *, visible: bool) -> Job:
     """Everything from the text to the boosted model; collective over all ranks."""
     booster = Booster(recipe.run.plan, clip_norm=recipe.optimizer.clip_norm or None, seed=recipe.run.seed)
-    corpus = read_corpus(recipe)
-    folder = Folder(recipe.folder())
+    corpus, folder = read_corpus(recipe), Folder(recipe.folder())
     tokenizer = shared_tokenizer(recipe, corpus, folder, booster)
+    token_rows = encode(tokenizer, corpus.training), encode(tokenizer, corpus.validation)
     config = build_config(recipe.model, tokenizer.get_vocab_size(), tokenizer.token_to_id(END))
     model = build_model(config, recipe.run.seed)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    optimizer = build_optimizer(model, recipe.optimizer)
+    predicted = predicted_memory(model, recipe.batch, booster.plan, booster.world.size)
+    training = boost_model(booster, model, recipe, token_rows[0])
+    windows = TokenWindows(token_rows[1], recipe.batch.tokens)
+    validation = boost_loader(DataLoader(windows, batch_size=recipe.batch.rows), axis=booster.mesh.axis("dp"), world=booster.mesh.world)
+    return Job(
+        recipe=recipe,
+        folder=folder,
+        booster=booster,
+        training=training,
+        validation=validation,
+        validation_bytes=corpus.validation_bytes,
+        token_rows=token_rows,
+        tokenizer=tokenizer,
+        display=Display(recipe.steps.total, visible),
+        meter=Meter(),
+        num_parameters=num_parameters,
+        predicted=predicted,
+    )
+
+
+def boost_model(booster: Booster, model: torch.nn.Module, recipe: Recipe, tokens: torch.Tensor) -> Iterable[Any]:
+    """Hands model, optimizer, schedule and data to the booster; returns the loader of this rank's rows."""
     settings = recipe.optimizer
+    optimizer = build_optimizer(model, settings)
     factor = warmup_cosine(recipe.steps.total, settings.warmup_steps, settings.final_fraction)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    training, validation = (
-        DataLoader(TokenWindows(encode(tokenizer, texts), recipe.batch.tokens), batch_size=recipe.batch.rows, shuffle=shuffle)
-        for texts, shuffle in ((corpus.training, True), (corpus.validation, False))
-    )
-    model, optimizer, _, training, scheduler = booster.boost(model, optimizer, None, training, scheduler)
-    validation = boost_loader(validation, axis=booster.mesh.axis("dp"), world=booster.mesh.world)
-    display = Display(recipe.steps.total, visible)
-    return Job(
-        recipe, folder, booster, model, optimizer, scheduler, training, validation, corpus, tokenizer, display, Meter(), num_parameters
-    )
+    loader = DataLoader(TokenWindows(tokens, recipe.batch.tokens), batch_size=recipe.batch.rows, shuffle=True)
+    return booster.boost(model, optimizer, None, loader, scheduler)[3]
 
 
 def shared_tokenizer(recipe: Recipe, corpus: Corpus, folder: Folder, booster: Booster) -> Tokenizer:
@@ -106,6 +125,16 @@ def count_steps(loader: Iterable[Any], first: int, last: int) -> Iterator[tuple[
             yield step, batch
             if step == last:
                 return
+
+
+def watched_step(job: Job, batch: Any) -> Any:
+    """A step whose tensors are counted."""
+    with TensorCount(ignored=job.token_rows) as count:
+        result = job.booster.step(batch)
+    job.measured = count.measured()
+    for name in ("kept", "peak"):
+        events.emit("memory", name, getattr(job.measured, name), predicted=getattr(job.predicted, name))
+    return result
 
 
 def after_step(job: Job, step: int) -> None:
@@ -130,7 +159,7 @@ def evaluate(job: Job, step: int) -> Score:
         return result.loss, result.tokens
 
     with job.meter.paused():
-        found = score(loss_of, job.validation, job.corpus.validation_bytes)
+        found = score(loss_of, job.validation, job.validation_bytes)
     events.emit("evaluate", "bits_per_byte", found.bits_per_byte, step=step, loss=found.loss, tokens=found.tokens)
     job.display.say(
         f"validation at step {step}: {found.bits_per_byte:.4f} bits per byte (loss {found.loss:.4f} over {found.tokens} tokens)"
@@ -161,7 +190,7 @@ def finish(job: Job, step: int) -> None:
     found = evaluate(job, step)
     save(job, step)
     job.booster.save_model(job.folder.model, format="huggingface")
-    memory = comm.gather_objects(job.meter.memory(job.booster), job.booster.mesh.world)
+    memory = comm.gather_objects({"predicted": asdict(job.predicted), "measured": asdict(job.measured)}, job.booster.mesh.world)
     if job.booster.world.rank == 0:
         export_tokenizer(job.tokenizer, job.folder.model)
         summary = {

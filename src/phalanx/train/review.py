@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from phalanx.data import TokenWindows
+from phalanx.data.windows import TokenWindows
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.log import get_logger
 from phalanx.train.evaluate import Score, plain_loss, score
@@ -92,6 +92,11 @@ def describe(summary: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
     return [*rows, ("files", f"{folder}: sample.txt, loss.png, events.jsonl, model/, checkpoints/")]
 
 
-def memory_line(memory: dict[str, Any]) -> str:
-    """What a rank kept beside what the plan predicted."""
-    return f"{memory['measured_bytes'] / 1e6:.1f} MB kept, {memory['predicted_bytes'] / 1e6:.1f} MB predicted"
+def memory_line(memory: dict[str, dict[str, int]]) -> str:
+    """What a rank kept and reached, beside what was predicted."""
+    measured, predicted = memory["measured"], memory["predicted"]
+    parts = [
+        f"{measured[name] / 1e6:.1f} MB {word} ({predicted[name] / 1e6:.1f} predicted)"
+        for name, word in (("kept", "kept"), ("peak", "at the peak"))
+    ]
+    return ", ".join(parts)
