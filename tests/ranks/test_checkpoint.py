@@ -168,7 +168,7 @@ def test_saving_on_one_rank_only_is_told_on_all_ranks(tmp_path):
     assert agree.ALONE_S <= 10
     start = time.monotonic()
     errors = run_ranks(save_on_first_rank_only, 3, str(tmp_path / "at"))
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
     for error in errors:
         assert "save must be called on all ranks" in error
         assert "test_checkpoint.py" in error
