@@ -62,7 +62,7 @@ class Booster:
         self.world = launch.launch()
         plan.require(None, self.world.size)
         self.mesh = Mesh(plan.sizes(self.world.size))
-        self.device = device.get(device.current().kind)
+        self.device = device.get(self.world.device.type)
         self.precision = Precision.of(plan.precision)
         self.streams = Streams(seed, self.device)
         self.trainings: list[Training] = []
@@ -117,7 +117,7 @@ class Booster:
         if self.plan.fsdp:
             from phalanx.memory.fsdp import FsdpEngine
 
-            return FsdpEngine(model, layer_stacks(model), precision=self.precision, axis=data, device=self.device.torch_device)
+            return FsdpEngine(model, layer_stacks(model), precision=self.precision, axis=data, device=self.world.device)
         replicas, shards = self.mesh.split(data, self.plan.zero_group or data.size)
         fill = None
         if materialize.is_lazy(model):
@@ -132,7 +132,7 @@ class Booster:
             shard_axis=shards,
             replica_axis=replicas,
             reduce_axis=self.mesh.channel(shards, "reduce"),
-            device=self.device.torch_device,
+            device=self.world.device,
             fill=fill,
         )
 
@@ -144,7 +144,7 @@ class Booster:
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[name] = broadcast_from_first(buffer.to(self.device.torch_device), axis)
+                    module._buffers[name] = broadcast_from_first(buffer.to(self.world.device), axis)
 
     def _make_scale(self) -> LossScale:
         options = dict(getattr(self.plugin, "scaler", None) or {})
