@@ -8,6 +8,7 @@ that needs them is complete and as early as possible after.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
@@ -59,7 +60,7 @@ def replay(model: nn.Module, receive: Receive) -> None:
 
 
 def materialize(model: nn.Module) -> nn.Module:
-    """Gives a lazy model its values in place; parameters stay the same objects."""
+    """Gives a lazy model its values in place; parameters stay the same objects, except where something refers to them weakly."""
     tensors = dict(_tensors(model))
 
     def put(name: str, value: torch.Tensor) -> None:
@@ -69,10 +70,20 @@ def materialize(model: nn.Module) -> nn.Module:
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
         value.__dict__.update(tensor.__dict__)
-        torch.utils.swap_tensors(tensor, value)
+        if weakref.getweakrefcount(tensor):
+            _put_in_owners(model, tensor, value)
+        else:
+            torch.utils.swap_tensors(tensor, value)
 
     replay(model, put)
     return model
+
+
+def _put_in_owners(model: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
+    for module in model.modules():
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is old:
+                setattr(module, name, new)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

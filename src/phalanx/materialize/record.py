@@ -22,6 +22,8 @@ _OVERWRITES = frozenset(
     for name in ("fill", "zero", "copy", "normal", "uniform", "random", "exponential", "log_normal", "cauchy", "geometric", "bernoulli")
 )
 _RESHAPES_STORAGE = frozenset({"aten::resize_", "aten::resize_as_", "aten::set_"})
+# Indexing makes these on the device of a lazy tensor, which is truly meta; other calls with a meta device mean it.
+_ONTO_DEVICE_OF_ANOTHER = frozenset({"aten::scalar_tensor", "aten::_to_copy"})
 _READ_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _RANDOM_TAG = torch.Tag.nondeterministic_seeded
 
@@ -66,6 +68,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if function._schema.name in _ONTO_DEVICE_OF_ANOTHER and kwargs.get("device") == torch.device("meta"):
+            kwargs = kwargs | {"device": torch.device("cpu")}
         with torch._C.DisableTorchFunction():
             if not self._is_ours(function, args, kwargs):
                 return function(*args, **kwargs)
