@@ -28,7 +28,7 @@ JOIN_S = 25.0
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where an environment puts this process, and how it meets the others. `host` is "" for a process alone."""
+    """Where an environment puts this process, and how it meets the others: at host and port, or in a file."""
 
     rank: int = 0
     size: int = 1
@@ -37,6 +37,7 @@ class Place:
     num_nodes: int = 1
     host: str = ""
     port: int = 0
+    file: str = ""
     store_is_served: bool = False
     prefix: str = "phalanx"
     source: str = "single process"
@@ -162,9 +163,15 @@ def read_place(environ: Mapping[str, str]) -> Place:
     return Place()
 
 
-def rank_environment(*, rank: int, size: int, local_rank: int, local_size: int, node: int, host: str, port: int) -> dict[str, str]:
-    """The variables that make a child process a rank, as torchrun sets them, with the store served by its parent."""
+def rank_environment(
+    *, rank: int, size: int, local_rank: int, local_size: int, node: int, host: str, port: int, file: str = ""
+) -> dict[str, str]:
+    """The variables that make a child process a rank, as torchrun sets them, with the store served by its parent.
+
+    With `file` the ranks of Phalanx meet there: no port, and no name service that could keep them waiting.
+    """
     return {
+        **({"PHALANX_STORE": file} if file else {}),
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": str(local_rank),
@@ -231,6 +238,7 @@ def _torchrun(environ: Mapping[str, str]) -> Place:
             host=environ["MASTER_ADDR"],
             port=_number(environ, "MASTER_PORT"),
             store_is_served=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            file=environ.get("PHALANX_STORE", ""),
             prefix=f"phalanx/{attempt}",
             source="torchrun",
         )
@@ -336,12 +344,17 @@ def _meet(place: Place, backend: str, timeout_s: float) -> dist.Store:
     if place.store_is_served:
         die_with_parent()
     serves = place.rank == 0 and not place.store_is_served
-    store = dist.PrefixStore(place.prefix, open_store(place.host, place.port, serves=serves))
+    meeting = dist.FileStore(place.file, place.size) if place.file else open_store(place.host, place.port, serves=serves)
+    store = dist.PrefixStore(place.prefix, meeting)
     try:
         dist.init_process_group(
             backend, store=dist.PrefixStore("group", store), rank=place.rank, world_size=place.size, timeout=timedelta(seconds=timeout_s)
         )
-    except dist.DistError as error:
+        # A rank that is through early must not leave while others are still connecting to it.
+        if store.add("met", 1) == place.size:
+            store.set("all met", "")
+        store.wait(["all met"], timedelta(seconds=JOIN_S))
+    except RuntimeError as error:
         raise CommError(f"the {place.size} ranks did not come together: {_first_line(error)}") from error
     return store
 

@@ -8,6 +8,7 @@ import multiprocessing.spawn
 import os
 import pickle
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -61,10 +62,11 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: f
         raise ConfigError(f"run_ranks over {world} ranks", allowed="1 or more")
     payload = _pickled(function, args)
     with _lock:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        directory = tempfile.mkdtemp(prefix="phalanx-")
+        store = dist.FileStore(os.path.join(directory, "store"), world)
         request = Request(
             payload=payload,
-            environments=[_environment(rank, world, store.port) for rank in range(world)],
+            environments=[_environment(rank, world, store.path) for rank in range(world)],
             preload=tuple(_preload),
             debug=debug,
             timeout_s=600.0,
@@ -77,6 +79,7 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: f
             return job.results()
         finally:
             job.close()
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 class _Server:
@@ -117,7 +120,7 @@ def _server() -> _Server:
 class _Job:
     """One run: the pipes from its ranks, and what has come through them."""
 
-    def __init__(self, server: _Server, request: Request, store: dist.TCPStore, timeout_s: float):
+    def __init__(self, server: _Server, request: Request, store: dist.Store, timeout_s: float):
         self.size, self.timeout_s, self.store = len(request.environments), timeout_s, store
         self.server, self.pids, self.ended = server, [], {}
         self.pids: list[int] = []
@@ -257,8 +260,8 @@ def _preparation() -> dict[str, Any]:
     return preparation
 
 
-def _environment(rank: int, size: int, port: int) -> dict[str, str]:
-    place = launch.rank_environment(rank=rank, size=size, local_rank=rank, local_size=size, node=0, host="127.0.0.1", port=port)
+def _environment(rank: int, size: int, file: str) -> dict[str, str]:
+    place = launch.rank_environment(rank=rank, size=size, local_rank=rank, local_size=size, node=0, host="127.0.0.1", port=0, file=file)
     return {**place, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **launch.loopback_environment()}
 
 

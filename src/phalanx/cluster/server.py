@@ -16,12 +16,15 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing import spawn as python_spawn
 from typing import Any, NoReturn
 
+# How long a rank that is through keeps its connections open for others that still set theirs up.
+LINGER_S = 2.0
 _LENGTH = struct.Struct("!Q")
 
 
@@ -190,6 +193,8 @@ def run_rank(request: Request, rank: int, pipe: int) -> NoReturn:
             stream.flush()
     with os.fdopen(pipe, "wb") as file, contextlib.suppress(BrokenPipeError):
         file.write(pickle.dumps(outcome))
+    if code == 0:
+        time.sleep(LINGER_S)  # the caller ends all ranks together; one that nobody ends has left the others waiting
     os._exit(code)
 
 
