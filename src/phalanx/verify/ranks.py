@@ -11,7 +11,7 @@ from phalanx.booster import Booster
 from phalanx.cluster.launch import launch
 from phalanx.plan import Plan
 from phalanx.precision import lift_to_float64
-from phalanx.verify.program import Source
+from phalanx.verify.program import Program, Source
 from phalanx.verify.reference import Run, start_program
 from phalanx.verify.trace import Trace, copy_of, digests
 
@@ -22,13 +22,13 @@ def trace_plan(source: Source, plan: Plan, run: Run, options: dict[str, Any], fl
     `options` go to the Booster as they are. Under `float64` casts to float32 inside the model are lifted.
     """
     world = launch()
+    program = start_program(source, run.seed, float64)
     with lift_to_float64() if float64 else nullcontext():
-        trace = _trace(source, plan, run, options, float64)
+        trace = _trace(program, plan, run, options)
     return trace if world.rank == 0 else trace.only_digests()
 
 
-def _trace(source: Source, plan: Plan, run: Run, options: dict[str, Any], float64: bool) -> Trace:
-    program = start_program(source, run.seed, float64)
+def _trace(program: Program, plan: Plan, run: Run, options: dict[str, Any]) -> Trace:
     booster = Booster(plan, clip_norm=run.clip_norm, forward=run.forward, seed=run.seed, **options)
     optimizer = torch.optim.SGD(program.model.parameters(), lr=run.lr)
     batches = [program.batch(step) for step in range(run.steps)]

@@ -48,8 +48,9 @@ def reference(source: Source, run: Run) -> Trace:
     key = (source, run)
     if key in _kept:
         return _kept[key]
+    program = start_program(source, run.seed, float64=True)
     with lift_to_float64():
-        trace = _trace(start_program(source, run.seed, float64=True), run)
+        trace = _trace(program, run)
     if not isinstance(source, Functions):
         while len(_kept) >= _KEPT_AT_MOST:
             _kept.pop(next(iter(_kept)))

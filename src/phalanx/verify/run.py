@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from phalanx.cluster import comm
+from phalanx.cluster import comm, pool
 from phalanx.cluster.launch import launch
 from phalanx.cluster.mesh import Mesh
-from phalanx.cluster.pool import run_ranks
-from phalanx.errors import ConfigError, PlanError
+from phalanx.errors import ConfigError, PhalanxError, PlanError
 from phalanx.plan import Plan
 from phalanx.verify.compare import compare, unequal_replicas, unequal_start
 from phalanx.verify.program import Functions, Source, find_source
@@ -92,8 +92,8 @@ def verify_source(source: Source, plan: Plan | str, world: int | None, run: Run,
 
 
 def _compare_float64(source: Source, plan: Plan, run: Run, options: dict[str, Any], world: int, timeout_s: float) -> Comparison:
+    expected = reference(source, run) if launch().rank == 0 else None
     traces = _on_ranks(world, timeout_s, source, plan, run, options)
-    expected = reference(source, run)
     if difference := unequal_start(expected.start, traces[0].start):
         raise ConfigError(
             f"two builds of {source.name} differ in {difference} before the first step",
@@ -109,8 +109,24 @@ def _on_ranks(world: int, timeout_s: float, source: Source, *arguments: Any) -> 
     here = launch()
     if here.size == 1:
         _require_portable(source, arguments)
-        return run_ranks(trace_plan, world, source, *arguments, timeout_s=timeout_s)
+        pool.preload("phalanx.verify.ranks", *_loaded_models())
+        return _run_ranks(world, timeout_s, source, *arguments)
     return comm.gather_objects(trace_plan(source, *arguments), Mesh({"dp": here.size, "pp": 1, "cp": 1, "tp": 1}).world)
+
+
+def _run_ranks(world: int, timeout_s: float, *arguments: Any) -> list:
+    """Traces of local ranks; a refusal that a rank raised is raised here as it was."""
+    try:
+        return pool.run_ranks(trace_plan, world, *arguments, timeout_s=timeout_s)
+    except pool.RankError as error:
+        if isinstance(error.__cause__, PhalanxError):
+            raise error.__cause__ from None
+        raise
+
+
+def _loaded_models() -> list[str]:
+    """Model code that the reference has just used: the ranks' server then loads it once instead of each rank."""
+    return [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
 
 
 def _require_portable(source: Source, arguments: tuple) -> None:
