@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
-from phalanx.cluster import launch
+from phalanx.cluster import failure, launch
 from phalanx.cluster.collectives import raise_and_publish
 from phalanx.cluster.mesh import Axis
 from phalanx.errors import CommError
@@ -22,22 +20,19 @@ def agree(question: str, answer: str, axis: Axis) -> None:
     if axis.size == 1 or current.store is None:
         return
     key = f"agree/{axis.name}/{axis.ranks[0]}/{question}"
-    store, patience = current.store, timedelta(seconds=AGREE_S)
+    store, doing = current.store, f"agreeing on {question}"
     store.set(f"{key}/{axis.index}", answer)
-    verdict = ""
-    try:
-        if axis.index == 0:
-            answers = []
-            for index in range(axis.size):
-                store.wait([f"{key}/{index}"], patience)
-                answers.append(store.get(f"{key}/{index}").decode())
-                store.delete_key(f"{key}/{index}")
-            verdict = _verdict(question, answers, axis)
-            store.set(f"{key}/verdict", verdict or "agreed")
-        else:
-            store.wait([f"{key}/verdict"], 2 * patience)
-            verdict = store.get(f"{key}/verdict").decode().removeprefix("agreed")
-    except RuntimeError:
+    if axis.index == 0:
+        answers = [f"{key}/{index}" for index in range(axis.size)]
+        missing = failure.wait_for_keys(store, answers, AGREE_S, doing)
+        verdict = "" if missing else _verdict(question, [store.get(name).decode() for name in answers], axis)
+        store.set(f"{key}/verdict", verdict or "agreed")
+        for name in answers:
+            store.delete_key(name)
+    else:
+        missing = failure.wait_for_keys(store, [f"{key}/verdict"], 2 * AGREE_S, doing)
+        verdict = "" if missing else store.get(f"{key}/verdict").decode().removeprefix("agreed")
+    if missing:
         verdict = (
             f"{question}: this rank ({current.rank}) has {answer}, and within {AGREE_S:.0f} s not all other ranks came to the same place; "
             "ranks run modules in different orders or different numbers of times"

@@ -10,14 +10,14 @@ import pickle
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from phalanx.cluster import debug, failure, launch
 from phalanx.cluster.ledger import ledger, ring_all_reduce_bytes, tree_broadcast_bytes
-from phalanx.cluster.mesh import Axis
+from phalanx.cluster.mesh import Axis, group_of
 from phalanx.errors import CommError, ShapeError
 
 # The dtypes gloo knows; others are moved as bytes, and cannot be summed.
@@ -76,8 +76,8 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, op: str = "sum", wait: bool = T
     if axis.backend == "fake" or not flat.numel():
         return Pending("all_reduce", axis)
     options = dist.AllreduceOptions()
-    options.reduceOp = _OPERATORS[op]
-    return _started(Pending("all_reduce", axis, [axis.group.allreduce([flat], options)]), wait)
+    options.reduceOp = _OPERATORS[op]  # type: ignore[assignment]
+    return _started(Pending("all_reduce", axis, [group_of(axis).allreduce([flat], options)]), wait)
 
 
 def reduce_scatter(out: torch.Tensor, full: torch.Tensor, axis: Axis, wait: bool = True) -> Pending:
@@ -100,10 +100,10 @@ def reduce_scatter(out: torch.Tensor, full: torch.Tensor, axis: Axis, wait: bool
         return _started(_reduce_scatter_here(flat_out, flat, axis), wait)
     target = flat_out if flat_out.dtype == flat.dtype else torch.empty_like(flat_out, dtype=flat.dtype)
     if target is flat_out:
-        work = getattr(axis.group, _REDUCE_SCATTER)(flat_out, flat)
+        work = getattr(group_of(axis), _REDUCE_SCATTER)(flat_out, flat)
         return _started(Pending("reduce_scatter", axis, [work]), wait)
     wide = flat.to(flat_out.dtype)  # the backend sums in the dtype it is given
-    work = getattr(axis.group, _REDUCE_SCATTER)(flat_out, wide)
+    work = getattr(group_of(axis), _REDUCE_SCATTER)(flat_out, wide)
     return _started(Pending("reduce_scatter", axis, [work]), wait)
 
 
@@ -130,7 +130,7 @@ def all_gather(out: torch.Tensor, shard: torch.Tensor, axis: Axis, wait: bool = 
         if own.data_ptr() != flat.data_ptr():
             own.copy_(flat)
         return _started(Pending("all_gather", axis, works), wait)
-    return _started(Pending("all_gather", axis, [getattr(axis.group, _ALL_GATHER)(flat_out, flat)]), wait)
+    return _started(Pending("all_gather", axis, [getattr(group_of(axis), _ALL_GATHER)(flat_out, flat)]), wait)
 
 
 def all_to_all(
@@ -159,7 +159,7 @@ def all_to_all(
         width = flat.element_size()
         flat_out, flat = _as_bytes(flat_out), _as_bytes(flat)
         out_counts, in_counts = [count * width for count in out_counts], [count * width for count in in_counts]
-    return _started(Pending("all_to_all", axis, [axis.group.alltoall_base(flat_out, flat, out_counts, in_counts)]), wait)
+    return _started(Pending("all_to_all", axis, [group_of(axis).alltoall_base(flat_out, flat, out_counts, in_counts)]), wait)
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0, wait: bool = True) -> Pending:
@@ -176,7 +176,7 @@ def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0, wait: bool = Tr
         return Pending("broadcast", axis)
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = source, 0
-    return _started(Pending("broadcast", axis, [axis.group.broadcast([flat], options)]), wait)
+    return _started(Pending("broadcast", axis, [group_of(axis).broadcast([flat], options)]), wait)
 
 
 def send(tensor: torch.Tensor, axis: Axis, peer: int, wait: bool = True) -> Pending:
@@ -186,7 +186,7 @@ def send(tensor: torch.Tensor, axis: Axis, peer: int, wait: bool = True) -> Pend
     ledger.count("send", axis.name, _nbytes(flat), _nbytes(flat))
     if axis.backend == "fake":
         return Pending("send", axis)
-    return _started(Pending("send", axis, [axis.group.send([flat], peer, 0)]), wait)
+    return _started(Pending("send", axis, [group_of(axis).send([flat], peer, 0)]), wait)
 
 
 def recv(tensor: torch.Tensor, axis: Axis, peer: int, wait: bool = True) -> Pending:
@@ -196,7 +196,7 @@ def recv(tensor: torch.Tensor, axis: Axis, peer: int, wait: bool = True) -> Pend
     ledger.count("recv", axis.name, 0, 0)
     if axis.backend == "fake":
         return Pending("recv", axis)
-    return _started(Pending("recv", axis, [axis.group.recv([flat], peer, 0)]), wait)
+    return _started(Pending("recv", axis, [group_of(axis).recv([flat], peer, 0)]), wait)
 
 
 def barrier(axis: Axis) -> None:
@@ -206,7 +206,7 @@ def barrier(axis: Axis) -> None:
     _begin("barrier", axis)
     ledger.count("barrier", axis.name, 0, 0)
     if axis.backend != "fake":
-        _wait(axis.group.barrier(dist.BarrierOptions()), "barrier", axis)
+        _wait(group_of(axis).barrier(dist.BarrierOptions()), "barrier", axis)
 
 
 def gather_objects(obj: object, axis: Axis) -> list[Any]:
@@ -236,18 +236,15 @@ def broadcast_object(obj: object, axis: Axis, source: int = 0) -> Any:
     return obj if axis.index == source else pickle.loads(data.numpy().tobytes())
 
 
-def fail(message: str) -> None:
+def fail(message: str) -> NoReturn:
     """Ends the job from a rank that found an inconsistency: every rank raises, naming this one. Raises: CommError."""
     raise_and_publish(CommError(message))
 
 
-def raise_and_publish(error: CommError) -> None:
-    """Raises `error` here and makes it the job's failure."""
-    try:
-        raise error
-    except CommError as raised:
-        failure.publish(raised)
-        raise
+def raise_and_publish(error: CommError) -> NoReturn:
+    """Makes `error` the job's failure and raises it here."""
+    failure.publish(error)
+    raise error
 
 
 class _Buffers:
@@ -293,7 +290,7 @@ def _reduce_scatter_here(out: torch.Tensor, full: torch.Tensor, axis: Axis) -> P
         parts = [mine if peer == axis.index else slots[peer] for peer in range(axis.size)]
     else:
         received = buffers.take(full.numel(), full.dtype)
-        works = [axis.group.alltoall_base(received, full, [], [])]
+        works = [group_of(axis).alltoall_base(received, full, [], [])]
         parts = list(received.chunk(axis.size))
 
     def finish() -> None:
@@ -330,7 +327,7 @@ def _rounds(axis: Axis, outgoing: Callable[[int], torch.Tensor], incoming: Calla
         leaving, arriving = outgoing(target), incoming(origin)
         in_splits, out_splits = [0] * size, [0] * size
         in_splits[target], out_splits[origin] = leaving.numel(), arriving.numel()
-        works.append(axis.group.alltoall_base(arriving, leaving, out_splits, in_splits))
+        works.append(group_of(axis).alltoall_base(arriving, leaving, out_splits, in_splits))
     return works
 
 
@@ -376,7 +373,7 @@ def _wait(work: Any, operation: str, axis: Axis) -> None:
     _raise_broken(None, operation, axis)
 
 
-def _raise_broken(error: BaseException | None, operation: str, axis: Axis) -> None:
+def _raise_broken(error: BaseException | None, operation: str, axis: Axis) -> NoReturn:
     """Turns a broken or endless wait into an error that names the rank behind it."""
     doing = f"waiting in {operation} on axis {axis.name} at {call_site()}"
     failed = failure.noticed() or failure.awaited(3.0)

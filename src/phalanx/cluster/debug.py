@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -66,7 +65,7 @@ def compare(
     records = _exchange(current.store, "-".join(map(str, key)), _sequence[key], mine, ranks)
     difference = _pair_difference(records, ranks) if peer is not None else _difference(records, ranks)
     if difference:
-        _raise(f"collective {_sequence[key]} on axis {axis.name}: {difference}", current.rank)
+        _raise(f"collective {_sequence[key]} on axis {axis.name}: {difference}")
 
 
 def _exchange(store: dist.Store, name: str, number: int, mine: Record, ranks: tuple[int, ...]) -> dict[int, Record]:
@@ -76,18 +75,12 @@ def _exchange(store: dist.Store, name: str, number: int, mine: Record, ranks: tu
     if number > 2:  # everyone has read that one, or could not have come to the last
         store.delete_key(f"{place}/{number - 2}/{mine.rank}")
     keys = {rank: f"{place}/{number}/{rank}" for rank in ranks}
-    deadline = time.monotonic() + min(ARRIVE_S, launch.world().timeout_s)
-    while not store.check(list(keys.values())):
-        failed = failure.noticed()
-        if failed is not None:
-            raise failure.peer_error(failed, f"about to {mine.operation} at {mine.call_site}")
-        if time.monotonic() > deadline:
-            missing = [str(rank) for rank, key in keys.items() if not store.check([key])]
-            _raise(
-                f"rank {', '.join(missing)} did not come to {mine.operation} at {mine.call_site}, collective {number} of ranks {ranks}",
-                mine.rank,
-            )
-        time.sleep(0.002)
+    missing = failure.wait_for_keys(
+        store, list(keys.values()), min(ARRIVE_S, launch.world().timeout_s), f"about to {mine.operation} at {mine.call_site}"
+    )
+    if missing:
+        names = ", ".join(str(rank) for rank, key in keys.items() if key in missing)
+        _raise(f"rank {names} did not come to {mine.operation} at {mine.call_site}, collective {number} of ranks {list(ranks)}")
     return {rank: Record(**json.loads(store.get(key))) for rank, key in keys.items()}
 
 
@@ -130,7 +123,7 @@ def _tell(first: Record, other: Record, differing: list[str]) -> str:
     return f"{' and '.join(differing)} differ: {say(first)}; {say(other)}"
 
 
-def _raise(message: str, rank: int) -> Any:
+def _raise(message: str) -> NoReturn:
     error = CommError(message)
     failure.publish(error)
     raise error

@@ -107,15 +107,14 @@ class Watch:
 
 
 _watch: Watch | None = None
+_previous_hook: Callable[..., object] = sys.__excepthook__
 
 
-def start(store: dist.Store, rank: int, size: int) -> None:
-    """Starts watching and takes over `sys.excepthook`; `stop` undoes both."""
-    global _watch
-    _watch = Watch(store, rank, size)
-    if sys.excepthook is not _report_uncaught:
-        _report_uncaught.previous = sys.excepthook  # type: ignore[attr-defined]
-        sys.excepthook = _report_uncaught
+def start(store: dist.Store, rank: int, size: int, hook: Callable[..., object] = sys.__excepthook__) -> None:
+    """Starts watching and takes over `sys.excepthook`, which goes on to `hook`; `stop` undoes both."""
+    global _watch, _previous_hook
+    _watch, _previous_hook = Watch(store, rank, size), hook
+    sys.excepthook = _report_uncaught
 
 
 def stop() -> None:
@@ -125,7 +124,7 @@ def stop() -> None:
         _watch.close()
         _watch = None
     if sys.excepthook is _report_uncaught:
-        sys.excepthook = _report_uncaught.previous  # type: ignore[attr-defined]
+        sys.excepthook = _previous_hook
 
 
 def forget() -> None:
@@ -145,27 +144,46 @@ def awaited(seconds: float) -> Failure | None:
 
 
 def publish(error: BaseException) -> None:
-    """Makes an exception of this rank the job's failure, unless another was first or it only echoes another's."""
-    if _watch is not None and not isinstance(error, PeerError):
-        _watch.publish(summary_of(error), "".join(traceback.format_exception(error)))
+    """Makes an exception of this rank the job's failure, unless another was first or it only echoes another's.
+
+    An error that is about to be raised here, and has no traceback yet, is published with the stack that leads here.
+    """
+    if _watch is None or isinstance(error, PeerError):
+        return
+    text = "".join(traceback.format_exception(error))
+    if error.__traceback__ is None:
+        text = "".join(["Traceback (most recent call last):\n", *traceback.format_stack()[:-1], text])
+    _watch.publish(summary_of(error), text)
+
+
+def wait_for_keys(store: dist.Store, keys: list[str], seconds: float, doing: str) -> list[str]:
+    """Waits until the store has all keys; returns those that did not come. Raises: PeerError where the job fails meanwhile."""
+    deadline = time.monotonic() + seconds
+    while not store.check(keys):
+        failed = noticed()
+        if failed is not None:
+            raise peer_error(failed, doing)
+        if time.monotonic() > deadline:
+            return [key for key in keys if not store.check([key])]
+        time.sleep(0.001)
+    return []
 
 
 def summary_of(error: BaseException) -> str:
-    return traceback.format_exception_only(error)[-1].strip()
+    return traceback.format_exception_only(error)[-1].strip().rstrip(".")
 
 
 def peer_error(failure: Failure, doing: str) -> PeerError:
     """The error of a well rank: who failed, with what, and what this rank was doing."""
-    return PeerError(f"rank {failure.rank} failed with {failure.summary}; this rank was {doing}")
+    return PeerError(f"rank {failure.rank} failed ({failure.summary}); this rank was {doing}")
 
 
 def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """The excepthook: the failing rank prints its traceback, a rank that only follows prints one line."""
-    previous: Callable[..., object] = _report_uncaught.previous  # type: ignore[attr-defined]
     if isinstance(error, PeerError):
         rank = _watch.rank if _watch is not None else "?"
         print(f"rank {rank}: stopped: {error}", file=sys.stderr, flush=True)
         return
     if not isinstance(error, KeyboardInterrupt):
         publish(error)
-    previous(kind, error, trace)
+    _previous_hook(kind, error, trace)

@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import sys
 import time
 import zlib
@@ -84,7 +83,8 @@ def launch(*, backend: str | None = None, timeout_s: float = 600, debug: bool | 
     device = devices.get("cpu") if backend == "gloo" else devices.default()
     torch_device = device.select(place.local_rank)
     backend = backend or device.backend
-    store = None
+    store: Any = None  # the stubs of dist.Store lack clone()
+    hook = sys.excepthook  # torch puts its own, which prefixes every line
     if dist.is_initialized():  # the program made its own process group: take that
         store = dist.PrefixStore("phalanx", dist.distributed_c10d._get_default_store())
         place = Place(**{**vars(place), "rank": dist.get_rank(), "size": dist.get_world_size()})
@@ -95,7 +95,7 @@ def launch(*, backend: str | None = None, timeout_s: float = 600, debug: bool | 
         place.rank, place.size, place.local_rank, place.local_size, place.num_nodes, torch_device, backend, timeout_s, debug, store
     )
     if store is not None:
-        failure.start(store.clone(), place.rank, place.size)
+        failure.start(store.clone(), place.rank, place.size, hook)
         atexit.register(shutdown)
     return _world
 
@@ -164,7 +164,7 @@ def read_place(environ: Mapping[str, str]) -> Place:
 
 
 def rank_environment(
-    *, rank: int, size: int, local_rank: int, local_size: int, node: int, host: str, port: int, file: str = ""
+    *, rank: int, size: int, local_rank: int, local_size: int, node: int = 0, num_nodes: int = 1, host: str, port: int, file: str = ""
 ) -> dict[str, str]:
     """The variables that make a child process a rank, as torchrun sets them, with the store served by its parent.
 
@@ -177,7 +177,7 @@ def rank_environment(
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(local_size),
         "GROUP_RANK": str(node),
-        "GROUP_WORLD_SIZE": str(size // local_size),
+        "GROUP_WORLD_SIZE": str(num_nodes),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -393,15 +393,8 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0][:300]
 
 
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
-
-
 def spawn(command: Sequence[str], nproc: int, **options: Any) -> int:
-    """Runs `command` as `nproc` local ranks until all end; see `spawn.run_processes` for the options. Returns the exit code."""
-    from phalanx.cluster import spawn as processes
+    """Runs `command` as `nproc` local ranks until all end and returns the exit code; options of `spawn.run_processes`."""
+    from phalanx.cluster.spawn import run_processes
 
-    return processes.run_processes(command, nproc, **options)
+    return run_processes(command, nproc, **options)

@@ -38,7 +38,8 @@ class Ledger:
     @contextlib.contextmanager
     def record(self) -> Iterator[list[Row]]:
         """Counts the block alone: the list is filled with its rows when the block ends; the running totals go on."""
-        before, rows = {key: list(counts) for key, counts in self._counts.items()}, []
+        before = {key: list(counts) for key, counts in self._counts.items()}
+        rows: list[Row] = []
         try:
             yield rows
         finally:

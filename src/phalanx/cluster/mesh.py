@@ -112,6 +112,13 @@ class Mesh:
         return [self.rank_at(**dict(zip(names, choice, strict=True))) for choice in choices]
 
 
+def group_of(axis: Axis) -> dist.ProcessGroup:
+    """The process group of an axis that has several ranks."""
+    if axis.group is None:
+        raise ShapeError(f"axis {axis.name} has one rank and no group")
+    return axis.group
+
+
 def make_axis(name: str, ranks: Sequence[int], rank: int, channel: str = "") -> Axis:
     """The axis over `ranks`; only they take part in making its group, and equal sets of ranks share one group per channel."""
     ranks = tuple(ranks)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from phalanx.cluster import failure, launch
 from phalanx.cluster.server import Ended, Outcome, Request, Started, receive_message, send_message
+from phalanx.cluster.spawn import how_it_ended
 from phalanx.errors import CommError, ConfigError
 
 _preload = ["torch", "torch.distributed", "phalanx.cluster.comm", "phalanx.cluster.random"]
@@ -63,10 +64,11 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: f
     payload = _pickled(function, args)
     with _lock:
         directory = tempfile.mkdtemp(prefix="phalanx-")
-        store = dist.FileStore(os.path.join(directory, "store"), world)
+        file = os.path.join(directory, "store")
+        store = dist.FileStore(file, world)
         request = Request(
             payload=payload,
-            environments=[_environment(rank, world, store.path) for rank in range(world)],
+            environments=[_environment(rank, world, file) for rank in range(world)],
             preload=tuple(_preload),
             debug=debug,
             timeout_s=600.0,
@@ -122,7 +124,7 @@ class _Job:
 
     def __init__(self, server: _Server, request: Request, store: dist.Store, timeout_s: float):
         self.size, self.timeout_s, self.store = len(request.environments), timeout_s, store
-        self.server, self.pids, self.ended = server, [], {}
+        self.server = server
         self.pids: list[int] = []
         self.ended: dict[int, int] = {}
         self.outcomes: dict[int, Outcome] = {}
@@ -174,7 +176,8 @@ class _Job:
 
     def _read(self, seconds: float) -> None:
         """Takes in what ranks and server have to say within `seconds`."""
-        ready, _, _ = select.select([self.server.connection, *self.pipes], [], [], seconds)
+        sources: list[Any] = [self.server.connection, *self.pipes]
+        ready, _, _ = select.select(sources, [], [], seconds)
         for source in ready:
             if source is self.server.connection:
                 self._hear_server()
@@ -204,7 +207,7 @@ class _Job:
             self.ended[rank] = message.exit_code
             self._take_rest(rank)
             if rank not in self.outcomes:
-                self.outcomes[rank] = Outcome(rank, summary=f"{_how_it_ended(message.exit_code)} without a result")
+                self.outcomes[rank] = Outcome(rank, summary=f"{how_it_ended(message.exit_code)} without a result")
 
     def _take_rest(self, rank: int) -> None:
         """Reads what an ended rank had written: the pipe may be held open by a process that it left behind."""
@@ -261,11 +264,5 @@ def _preparation() -> dict[str, Any]:
 
 
 def _environment(rank: int, size: int, file: str) -> dict[str, str]:
-    place = launch.rank_environment(rank=rank, size=size, local_rank=rank, local_size=size, node=0, host="127.0.0.1", port=0, file=file)
+    place = launch.rank_environment(rank=rank, size=size, local_rank=rank, local_size=size, host="127.0.0.1", port=0, file=file)
     return {**place, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **launch.loopback_environment()}
-
-
-def _how_it_ended(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"ended with exit code {exit_code}"
-    return f"was killed by {signal.Signals(-exit_code).name}"

@@ -120,7 +120,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def _reap() -> list[Ended]:
-    ended = []
+    ended: list[Ended] = []
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
