@@ -159,6 +159,43 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_leaves_nothing(saved, monkeypa
     assert load(saved, [blank(piece) for piece in some_pieces()], ALONE)[0] == {"step": 4}
 
 
+@pytest.mark.parametrize("happened", [False, True])
+@pytest.mark.parametrize(("replaces", "failing"), [(False, 0), (False, 1), (True, 0), (True, 1), (True, 2)])
+def test_a_rename_that_fails_leaves_what_was_there(tmp_path, monkeypatch, happened, replaces, failing):
+    """Also where the rename has happened and only flushing it failed."""
+    path, count, rename = tmp_path / "at", 0, disk.rename
+    if replaces:
+        save(path, some_pieces(), {"step": 3}, {}, ALONE)
+
+    def failing_rename(source, target):
+        nonlocal count
+        count += 1
+        if count != failing + 1 or happened:
+            rename(source, target)
+        if count == failing + 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(disk, "rename", failing_rename)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save(path, some_pieces(1), {"step": 4}, {}, ALONE)
+    assert [entry.name for entry in tmp_path.iterdir()] == (["at"] if replaces else [])
+    if replaces:
+        assert load(path, [blank(piece) for piece in some_pieces()], ALONE)[0] == {"step": 3}
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_fail_the_save(saved, monkeypatch, capsys):
+    def cannot(path):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    monkeypatch.setattr(disk, "remove_tree", cannot)
+    save(saved, some_pieces(1), {"step": 4}, {}, ALONE)
+    assert "is saved; the one it replaces is still in" in capsys.readouterr().err
+    assert load(saved, [blank(piece) for piece in some_pieces()], ALONE)[0] == {"step": 4}
+    monkeypatch.undo()
+    save(saved, some_pieces(), {"step": 5}, {}, ALONE)
+    assert [entry.name for entry in saved.parent.iterdir()] == ["at"]
+
+
 def test_what_is_not_a_checkpoint_is_never_replaced(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
@@ -192,21 +229,21 @@ def killed_save(path, seed: int, at: int) -> bool:
             setattr(disk, name, before(getattr(disk, name)))
         shutil_rmtree = before(disk.shutil.rmtree)
         disk.shutil.rmtree = shutil_rmtree
-        save(path, some_pieces(seed), {"step": seed}, {}, ALONE, max_file_bytes=64)
+        save(path, some_pieces(seed), {"step": seed}, {}, ALONE, max_file_bytes=100)
         os._exit(0)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
 def test_kill_before_any_step_leaves_the_old_or_the_new_checkpoint(tmp_path):
     path = tmp_path / "at"
-    save(path, some_pieces(0), {"step": 0}, {}, ALONE, max_file_bytes=64)
+    save(path, some_pieces(0), {"step": 0}, {}, ALONE, max_file_bytes=100)
     found, at = {0: 0, 1: 0}, 0
     while killed_save(path, 1, at):
         pieces = [blank(piece) for piece in some_pieces()]
         step = load(path, pieces, ALONE)[0]["step"]
         assert same(pieces, some_pieces(step))
         found[step] += 1
-        save(path, some_pieces(0), {"step": 0}, {}, ALONE, max_file_bytes=64)
+        save(path, some_pieces(0), {"step": 0}, {}, ALONE, max_file_bytes=100)
         assert [entry.name for entry in tmp_path.iterdir()] == ["at"]
         at += 1
     assert found[0] > 20

@@ -14,6 +14,7 @@ from phalanx.checkpoint import disk
 from phalanx.checkpoint.disk import MARKER
 from phalanx.checkpoint.manifest import MANIFEST, read
 from phalanx.errors import CheckpointError
+from phalanx.log import get_logger
 
 
 def resolve(path: str | os.PathLike) -> Path:
@@ -53,20 +54,23 @@ def finish(growing: Path, path: Path, token: str, marker: bytes) -> None:
     unfinished = f".{MARKER}"  # the marker appears by a rename, so that it is never there in part
     disk.write_file(growing / unfinished, marker)
     aside = beside(path, "old", token)
-    replaces = path.exists()
-    if replaces:
-        disk.rename(path, aside)
     try:
+        if path.exists():
+            disk.rename(path, aside)
         disk.rename(growing, path)
         disk.rename(path / unfinished, path / MARKER)
     except OSError:
-        if replaces:
-            if path.exists():
-                disk.rename(path, growing)
+        # A rename may have happened although flushing it failed: go by what is there.
+        if path.exists() and not growing.exists():
+            disk.rename(path, growing)
+        if aside.exists():
             disk.rename(aside, path)
         raise
     for old in siblings(path, "old"):
-        disk.remove_tree(old)
+        try:
+            disk.remove_tree(old)
+        except OSError as error:
+            get_logger().warning("%s is saved; the one it replaces is still in %s (%s), the next save removes it", path, old, error)
 
 
 def abandon(path: Path, token: str) -> None:

@@ -57,12 +57,36 @@ def _rows(flat: torch.Tensor, start: int, length: int, count: int, step: int) ->
 
 
 def overlaps(wanted: Layout, saved: list[Layout]) -> list[tuple[int, np.ndarray]]:
-    """The saved layouts, by index, that share elements with the wanted one, and which elements."""
-    table = spans.table(wanted)
+    """The saved layouts, by index, that share elements with the wanted one, and which elements.
+
+    Cost: a few microseconds for each saved layout that shares none.
+    """
+    table, bounds = spans.table(wanted), spans.bounds(wanted)
     found = []
     for index, layout in enumerate(saved):
-        if all(start < end and begin < stop for (start, stop), (begin, end) in zip(wanted.box, layout.box)):
+        if layout.box == wanted.box:
+            overlap = _same_box(wanted, layout)
+        elif _may_meet(wanted, bounds, layout):
             overlap = spans.overlap(table, spans.table(layout))
-            if len(overlap):
-                found.append((index, overlap))
+        else:
+            continue
+        if len(overlap):
+            found.append((index, overlap))
     return found
+
+
+def _same_box(wanted: Layout, saved: Layout) -> np.ndarray:
+    """Two runs of one box have one range in common, whatever the box is."""
+    first, last = max(wanted.run[0], saved.run[0]), min(wanted.run[1], saved.run[1])
+    rows = [[first - wanted.run[0], first - saved.run[0], last - first]] if first < last else []
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+
+def _may_meet(wanted: Layout, bounds: tuple[int, int], saved: Layout) -> bool:
+    """False where boxes or the first and last elements of the runs show that there is nothing in common."""
+    if not wanted.num_elements or not saved.num_elements:
+        return False
+    if any(start >= end or begin >= stop for (start, stop), (begin, end) in zip(wanted.box, saved.box)):
+        return False
+    first, last = spans.bounds(saved)
+    return first <= bounds[1] and bounds[0] <= last

@@ -38,6 +38,21 @@ def table(layout: Layout) -> np.ndarray:
     return np.stack([first - start, logical + first - rows * length, last - first], axis=1)
 
 
+def bounds(layout: Layout) -> tuple[int, int]:
+    """The logical offsets of the first and the last element of a run; (0, -1) if it is empty."""
+    if not layout.num_elements:
+        return 0, -1
+    ends = []
+    for position in (layout.run[0], layout.run[1] - 1):
+        offset, stride = 0, 1
+        for (start, stop), size in zip(reversed(layout.box), reversed(layout.shape)):
+            position, at = divmod(position, stop - start)
+            offset += (start + at) * stride
+            stride *= size
+        ends.append(offset)
+    return ends[0], ends[1]
+
+
 def overlap(wanted: np.ndarray, saved: np.ndarray) -> np.ndarray:
     """What two tables have in common: rows (offset in the wanted run, offset in the saved run, length), ascending.
 
