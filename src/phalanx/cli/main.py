@@ -17,6 +17,7 @@ from phalanx.errors import PhalanxError
 COMMANDS = {
     "run": "launch a script on this machine's processes",
     "train": "train a model as a recipe says",
+    "verify": "compare a plan with one process, number by number",
     "plan": "read a plan, list every conflict, predict its memory",
     "doctor": "what this machine has, what is missing, and what that costs",
 }

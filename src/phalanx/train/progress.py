@@ -1,4 +1,7 @@
-"""What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere, nothing from ranks other than 0."""
+"""What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere, nothing from ranks other than 0.
+
+The live line is on stdout, which ranks share with their launcher; what stays is on stderr.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ class Display:
     def __init__(self, total: int, visible: bool):
         self._total, self._visible = total, visible
         self._live: Progress | None = None
-        if visible and sys.stderr.isatty():
+        if visible and sys.stdout.isatty():
             columns = (BarColumn(), TextColumn("step {task.completed:.0f}/{task.total:.0f}  {task.description}"), TimeRemainingColumn())
-            self._live = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._live = Progress(*columns, console=Console(), transient=True)
             self._task = self._live.add_task("", total=total)
 
     def __enter__(self) -> Display:

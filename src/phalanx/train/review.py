@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from phalanx.data.windows import TokenWindows
 from phalanx.errors import CheckpointError, ConfigError
@@ -31,6 +32,7 @@ def review(recipe: Recipe) -> dict[str, Any]:
     """
     folder = Folder(recipe.folder())
     summary = json.loads(folder.summary.read_text())
+    disable_progress_bar()  # weights of this size are there at once
     model = AutoModelForCausalLM.from_pretrained(folder.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder.model)
     reloaded = judge(recipe, model, tokenizer)

@@ -1,0 +1,108 @@
+"""A recipe on several ranks: the same curve as on one, resume equal to never stopped, and a model that others can load."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from phalanx.errors import CheckpointError
+from phalanx.log import read_events
+from phalanx.testing import run_ranks
+from phalanx.train.folder import Folder
+from phalanx.train.loop import train
+from phalanx.train.picture import curves
+from phalanx.train.recipe import load_recipe, recipe_from_table, recipe_table
+from phalanx.train.review import describe, review
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wise", "owls", "watch", "from", "oaks"]
+
+
+def write_recipe(folder):
+    """A recipe whose text has 90 paragraphs, small enough for a second on one core."""
+    text = "\n\n".join(" ".join(WORDS[(line * word + line) % len(WORDS)] for word in range(12)) + "." for line in range(1, 91))
+    (folder / "a.txt").write_text(text)
+    path = folder / "a.toml"
+    path.write_text(
+        f"""
+        name = "tiny"
+        run = {{folder = '{folder}/run', plan = "zero2", processes = 2}}
+        text = {{files = ["a.txt"], held_out = 0.1, vocabulary = 300}}
+        batch = {{rows = 5, tokens = 16}}
+        steps = {{total = 6, log_every = 2, evaluate_every = 4, save_every = 3}}
+        optimizer = {{warmup_steps = 2, learning_rate = 1e-2}}
+        sample = {{prompt = "the", tokens = 5}}
+        model = {{config = {{hidden_size = 16, intermediate_size = 24, num_hidden_layers = 2, num_attention_heads = 2}}}}
+        """
+    )
+    return path
+
+
+def train_rank(table, resume=False):
+    torch.set_num_threads(1)
+    train(recipe_from_table(table), resume=resume)
+
+
+def run(path, world, *overrides, resume=False):
+    """Trains on `world` ranks; returns the run's folder."""
+    recipe = load_recipe(path, overrides)
+    Folder(recipe.folder()).prepare(resume=resume, overwrite=False)
+    run_ranks(train_rank, world, recipe_table(recipe), resume)
+    return Folder(recipe.folder())
+
+
+def curve(folder, name="train.loss"):
+    return curves(read_events(folder.events))[name]
+
+
+def test_two_ranks_learn_what_one_learns(tmp_path):
+    path = write_recipe(tmp_path)
+    one, two = run(path, 1, f"run.folder={tmp_path}/one"), run(path, 2, f"run.folder={tmp_path}/two")
+    losses = curve(one)
+    assert sorted(losses) == [1, 2, 3, 4, 5, 6]
+    assert losses[6] < losses[1] - 0.3
+    assert curve(two) == pytest.approx(losses, rel=1e-5)
+    summaries = [json.loads(folder.summary.read_text()) for folder in (one, two)]
+    assert summaries[1]["validation"]["bits_per_byte"] == pytest.approx(summaries[0]["validation"]["bits_per_byte"], rel=1e-5)
+    assert summaries[1]["validation"]["tokens"] == summaries[0]["validation"]["tokens"]
+    assert [len(summary["memory"]) for summary in summaries] == [1, 2]
+    kept = [memory["measured"]["kept"] for summary in summaries for memory in summary["memory"]]
+    assert kept[1] < kept[0]
+
+
+def test_a_resumed_run_equals_one_that_never_stopped_bit_for_bit(tmp_path):
+    path = write_recipe(tmp_path)
+    whole = run(path, 2, f"run.folder={tmp_path}/whole")
+    halves = run(path, 2, f"run.folder={tmp_path}/halves")
+    shutil.rmtree(halves.checkpoint(6))
+    shutil.rmtree(halves.model)
+    run(path, 2, f"run.folder={tmp_path}/halves", resume=True)
+    assert curve(halves) == curve(whole)
+    assert (halves.model / "model.safetensors").read_bytes() == (whole.model / "model.safetensors").read_bytes()
+
+
+def test_the_review_reloads_judges_writes_and_draws(tmp_path):
+    path = write_recipe(tmp_path)
+    folder = run(path, 2)
+    summary = review(load_recipe(path))
+    assert summary["reloaded"]["loss"] == pytest.approx(summary["validation"]["loss"], rel=1e-5)
+    assert folder.sample.read_text().startswith("the")
+    assert folder.picture.read_bytes().startswith(b"\x89PNG")
+    assert any("bits per byte" in value for _, value in describe(summary, folder.root))
+    weights = load_file(folder.model / "model.safetensors")
+    save_file({name: tensor * 1.05 for name, tensor in weights.items()}, folder.model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="when reloaded"):
+        review(load_recipe(path))
+
+
+def test_the_command_starts_its_own_ranks(tmp_path):
+    path = write_recipe(tmp_path)
+    words = [sys.executable, "-m", "phalanx.cli.main", "train", str(path), "--plan", "zero3", "--steps.total=2", "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["ok"], summary["plan"], summary["world"], summary["steps"]) == (True, "zero3", 2, 2)
+    assert "step 2/2" in done.stderr
