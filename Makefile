@@ -26,7 +26,7 @@ $(READY): constraints.txt pyproject.toml
 	@touch $(READY)
 
 demo: $(READY)
-	$(BIN)/phalanx train recipes/demo.toml
+	$(BIN)/phalanx train recipes/demo.toml --overwrite
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow and not gpu"
