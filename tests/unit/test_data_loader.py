@@ -79,6 +79,8 @@ def test_evaluation_counts_each_sample_once(ranks, batch):
         loaders = boosted(partial(DataLoader, Numbers(size), batch_size=batch), ranks)
         assert passes(loaders) == plain
         assert all(len(loader) == len(plain) for loader in loaders)
+        streams = boosted(partial(DataLoader, Stream(size), batch_size=batch), ranks)
+        assert [[number for part in parts for number in part.tolist()] for parts in zip(*streams, strict=True)] == plain
 
 
 def test_each_index_reads_only_its_rows():

@@ -70,21 +70,22 @@ class BuiltInOrder:
         self._person_seed = _generator_seed(self._sampler)
         if self._person_seed is not None and world.size > 1:
             self._person_seed = comm.broadcast_object(self._person_seed, world, source=0)
+        self._num_samples = len(batches.sampler)  # type: ignore[arg-type]
         if self.num_batches == 0:
             raise ConfigError(
-                f"drop_last leaves no batch of {self._batch_size} from {len(self._sampler)} samples",
-                remedy=f"drop_last=False, or batch_size={max(1, len(self._sampler))}",
+                f"drop_last leaves no batch of {self._batch_size} from {self._num_samples} samples",
+                remedy=f"drop_last=False, or batch_size={self._num_samples}",
             )
 
     @property
     def num_batches(self) -> int:
-        full, rest = divmod(len(self._sampler), self._batch_size)
+        full, rest = divmod(self._num_samples, self._batch_size)
         return full + (rest > 0 and not self._drop_last)
 
     def draw(self, seed: int, epoch: int) -> EpochOrder:
         """The order of one epoch."""
         if isinstance(self._sampler, SequentialSampler):
-            indices = torch.arange(len(self._sampler))
+            indices = torch.arange(self._num_samples)
         else:
             generator = torch.Generator()
             generator.manual_seed(mix(seed, epoch, self._person_seed or 0))
@@ -101,8 +102,9 @@ class CustomOrder:
     def __init__(self, loader: DataLoader, world: Axis):
         self._batches: Any = loader.batch_sampler
         self._world = world
-        inner = getattr(loader.batch_sampler, "sampler", None)
-        self._samplers = [(sampler, _generator_seed(sampler)) for sampler in (loader.batch_sampler, inner) if sampler is not None]
+        # A batch sampler, and the sampler it may cut into batches: each with the seed its own generator was given.
+        both = (self._batches, getattr(self._batches, "sampler", None))
+        self._samplers: list[tuple[Any, int | None]] = [(sampler, _generator_seed(sampler)) for sampler in both if sampler is not None]
         for sampler, _ in self._samplers:
             replicas = getattr(sampler, "num_replicas", 1)
             if isinstance(replicas, int) and replicas > 1:
@@ -118,7 +120,9 @@ class CustomOrder:
 
     def draw(self, seed: int, epoch: int) -> EpochOrder:
         """The order of one epoch; a collective over all ranks."""
-        drawn = self._draw_here(seed, epoch) if self._world.index == 0 else None
+        # In a rehearsal there is nobody to hear the order from.
+        draws_here = self._world.index == 0 or self._world.backend == "fake"
+        drawn: Any = self._draw_here(seed, epoch) if draws_here else None
         if self._world.size > 1:
             drawn = comm.broadcast_object(drawn, self._world, source=0)
         indices, sizes = drawn

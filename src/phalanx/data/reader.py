@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from phalanx.cluster.mesh import Axis
 from phalanx.data.order import EpochOrder, order_of
 from phalanx.data.position import Position
 from phalanx.data.rows import take_rows
-from phalanx.data.seeding import OwnRandomness, seed_everything
+from phalanx.data.seeding import kept_randomness, seed_everything
 from phalanx.data.workers import rebuilt
 from phalanx.errors import ConfigError
 from phalanx.layout import split_range
@@ -42,13 +43,13 @@ class MapSource:
 
     def read(self, position: Position, order: EpochOrder) -> Iterator[tuple[Any, int]]:
         """Yields (this index's rows, rows of the global batch) of each global batch from `position` on."""
-        own = OwnRandomness(position.seed, position.epoch)
         start = position.samples
         self._requests.fill(self._request(first, indices, position) for first, indices in order.batches(start))
-        with own():
+        with kept_randomness():
             batches = iter(self._rows)
         for _, indices in order.batches(start):
-            with own():
+            # Only without workers does the person's code run here, and draw.
+            with nullcontext() if self._rows.num_workers else kept_randomness():
                 batch = next(batches)
             # Beyond the rows of the batch there is only its spare row, of which nothing is taken.
             yield (batch if self._axis.index < len(indices) else take_rows(batch, 0, 0, total=1)), len(indices)

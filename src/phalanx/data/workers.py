@@ -28,8 +28,15 @@ def rebuilt(loader: DataLoader, dataset: Dataset, **changes: Any) -> DataLoader:
             "multiprocessing_context": loader.multiprocessing_context,
             "worker_init_fn": StartWorker(loader.dataset, loader.worker_init_fn),
         }
-    pinning = {"pin_memory": loader.pin_memory, "pin_memory_device": loader.pin_memory_device}
-    return DataLoader(dataset, num_workers=loader.num_workers, timeout=loader.timeout, **pinning, **workers, **changes)
+    return DataLoader(
+        dataset,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        pin_memory_device=loader.pin_memory_device,
+        timeout=loader.timeout,
+        **workers,
+        **changes,
+    )
 
 
 class StartWorker:
