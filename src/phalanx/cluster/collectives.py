@@ -307,10 +307,10 @@ def _sum_in_order(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
             rest = [part for part in parts if part is not own]
         elif out.dtype == parts[0].dtype:
             torch.add(parts[0], parts[1], out=out)
-            rest = parts[2:]
+            rest = list(parts[2:])
         else:
             out.copy_(parts[0])
-            rest = parts[1:]
+            rest = list(parts[1:])
         for part in rest:
             out.add_(part)
 
