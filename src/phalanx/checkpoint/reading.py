@@ -40,7 +40,7 @@ def load(
     kill is found where it was moved aside.
 
     Cost: `verify` reads each byte that any rank wants once more, shared out among the ranks, before the first piece changes;
-    filling reads the windows of 4 MiB that hold this rank's elements. Extra memory is one block of 16 MiB.
+    filling reads the windows of 4 MiB that hold this rank's elements. Extra memory is one window.
     Raises: CheckpointError on all ranks, before any piece is changed, if the checkpoint is missing, incomplete, foreign, damaged,
     from a newer format, or does not fit the pieces.
     """

@@ -18,7 +18,7 @@ import torch
 from phalanx.checkpoint import disk
 from phalanx.errors import CheckpointError
 
-BLOCK_BYTES = 16 << 20
+BLOCK_BYTES = 1 << 20  # stays in the processor cache between checksum and write
 MAX_HEADER_BYTES = 100 << 20  # the safetensors library refuses more
 METADATA = "__metadata__"
 
@@ -89,7 +89,7 @@ class Item:
 
 def as_bytes(flat: torch.Tensor) -> memoryview:
     """The memory of a contiguous one-dimensional tensor on the host, shared."""
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def save(
     this rank's own; both are nested plain values and tensors. A checkpoint already at `path` is replaced once the new one is
     complete, and the directory belongs to it: other files in there go with it.
 
-    Cost: extra memory of one block of 16 MiB per rank (and a copy of one tensor where pieces are not contiguous). Files on disk
+    Cost: extra memory of one block of 1 MiB per rank (and a copy of one tensor where pieces are not contiguous). Files on disk
     hold at most `max_file_bytes` of data each; larger pieces are cut.
     Raises: CheckpointError on all ranks, with what stood at `path` still there, if anything fails on one of them;
     CommError on all ranks if only the first one calls.
@@ -93,7 +93,8 @@ def _require_fit(piece: Piece) -> None:
 def _group(pieces: list[Piece], max_file_bytes: int) -> Iterable[list[tuple[str, Layout, Item]]]:
     """Yields what goes into one file after the other, pieces that are too large cut into runs."""
     group: list[tuple[str, Layout, Item]] = []
-    used, keys = 0, set()
+    used = 0
+    keys: set[str] = set()
     for piece in pieces:
         for start, stop in _cuts(piece, max_file_bytes):
             num_bytes = (stop - start) * piece.tensor.element_size()
@@ -158,7 +159,7 @@ def _require_same_state(digests: list[dict[str, int]]) -> None:
     """Raises: CheckpointError where ranks gave different `state`: only one of them would have come back."""
     for index, other in enumerate(digests):
         if other != digests[0]:
-            keys = sorted(key for key in digests[0].keys() | other.keys() if digests[0].get(key) != other.get(key))
+            keys = sorted(str(key) for key in digests[0].keys() | other.keys() if digests[0].get(key) != other.get(key))
             found = f"state differs between rank 0 and rank {index} in {', '.join(keys)}"
             raise CheckpointError(found, remedy="put what belongs to one rank into local_state")
 
