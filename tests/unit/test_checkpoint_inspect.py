@@ -25,6 +25,10 @@ def test_complete_checkpoints_are_listed_by_the_time_they_were_saved(tmp_path):
     (tmp_path / "notes").mkdir()
     os.remove(tmp_path / "step-30" / "COMPLETE")
     assert [summary.path.name for summary in inspect.checkpoints(tmp_path)] == ["step-20", "step-10"]
+    os.rename(tmp_path / "step-10", tmp_path / ".step-10.old-0123abcd")  # its replacement was killed
+    assert [summary.path.name for summary in inspect.checkpoints(tmp_path)] == ["step-20", "step-10"]
+    with pytest.raises(CheckpointError, match="there is no directory"):
+        inspect.checkpoints(tmp_path / "none")
 
 
 def test_a_check_names_all_that_is_wrong(tmp_path):

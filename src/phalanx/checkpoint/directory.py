@@ -7,6 +7,7 @@ Beside `step-100` stand, while it is saved, `.step-100.saving-TOKEN` (the new on
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -25,6 +26,12 @@ def resolve(path: str | os.PathLike) -> Path:
 def beside(path: Path, kind: str, token: str) -> Path:
     """The hidden sibling of a checkpoint in which it is written ("saving") or kept while replaced ("old")."""
     return path.parent / f".{path.name}.{kind}-{token}"
+
+
+def name_of(entry: Path) -> str:
+    """The name of the checkpoint that a directory entry is, or was until it was moved aside."""
+    hidden = re.fullmatch(r"\.(.+)\.old-[0-9a-f]+", entry.name)
+    return hidden[1] if hidden else entry.name
 
 
 def siblings(path: Path, kind: str) -> list[Path]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from phalanx.checkpoint import directory, manifest
 from phalanx.checkpoint.files import Files
-from phalanx.checkpoint.manifest import MANIFEST, STATE, local_name
+from phalanx.checkpoint.manifest import STATE, local_name
 from phalanx.errors import CheckpointError
 
 
@@ -34,10 +34,10 @@ def show(path: str | os.PathLike) -> Summary:
 
     Raises: CheckpointError where it is missing, incomplete, foreign, or its files do not have their sizes.
     """
-    source = directory.find(directory.resolve(path))
-    saved = manifest.read(source)
+    target = directory.resolve(path)
+    saved = manifest.read(directory.find(target))
     return Summary(
-        path=source,
+        path=target,
         phalanx=saved.phalanx,
         saved_at_s=saved.saved_at_s,
         world=saved.world,
@@ -72,12 +72,14 @@ def check(path: str | os.PathLike) -> list[str]:
 
 
 def checkpoints(folder: str | os.PathLike) -> list[Summary]:
-    """The complete checkpoints in a directory, oldest first by the time they were saved (names may lie)."""
+    """The checkpoints in a directory that can be loaded, oldest first by the time they were saved (names may lie)."""
+    where = Path(folder)
+    if not where.is_dir():
+        raise CheckpointError(f"there is no directory {where}")
     found = []
-    for entry in sorted(Path(folder).iterdir()):
-        if (entry / MANIFEST).exists() and not entry.name.startswith("."):
-            try:
-                found.append(show(entry))
-            except CheckpointError:
-                continue  # a listing of what can be loaded; `show` says what is wrong with the others
+    for name in sorted({directory.name_of(entry) for entry in where.iterdir()}):
+        try:
+            found.append(show(where / name))
+        except CheckpointError:
+            continue  # a listing of what can be loaded; `show` says what is wrong with the others
     return sorted(found, key=lambda summary: summary.saved_at_s)
