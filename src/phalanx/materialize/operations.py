@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 class Value:
     """One storage of the recorded program; found again through the storage of any tensor that looks at it."""
 
-    def __init__(self, recording: Recording, num_bytes: int):
-        self.recording, self.num_bytes = recording, num_bytes
+    def __init__(self, recording: Recording, num_bytes: int, device: torch.device):
+        self.recording, self.num_bytes, self.device = recording, num_bytes, device
 
 
 @dataclass(frozen=True)

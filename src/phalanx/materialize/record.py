@@ -32,7 +32,7 @@ _RANDOM_TAG = torch.Tag.nondeterministic_seeded
 def lazy() -> Iterator[None]:
     """Records the construction of modules without memory for their tensors.
 
-    Parameters and buffers are meta tensors; `.device` of them says cpu inside. `replay` or `materialize` gives them the values
+    Parameters and buffers are meta tensors, whose `.device` inside says where they will be. `replay` or `materialize` gives them the values
     that construction under the same `torch.manual_seed` gives, bit for bit. What reads values (`.item()`, `.tolist()`) is
     computed, as long as they are not drawn at random. Change a lazy model only inside the context: outside, meta tensors forget.
     The generator is left at a state that depends on the seed and the draws, not at the one eager construction would leave.
@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):
                 raise _cannot_record(f"{function._schema.name} of a meta tensor from elsewhere")
             return False
         is_random = _RANDOM_TAG in function.tags
-        device = torch.device(kwargs.get("device") or "cpu").type
+        device = _device_of(args, kwargs).type
         if is_random and device not in ("cpu", "meta"):
             raise _cannot_record(f"{function._schema.name} on {device}")
         return touches_lazy or (device == "cpu" and (is_random or not tensors))
@@ -143,7 +143,8 @@ class Recorder(TorchDispatchMode):
             raise _cannot_record(f"{schema.name} into an output of another size")
         originals = {id(twin): leaf for leaf, twin in _pairs((args, kwargs), (meta_args, meta_kwargs))}
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and id(leaf) not in originals]
-        creates = [self._attach(tensor) for tensor in made if value_of(tensor) is None]
+        device = _device_of(args, kwargs)
+        creates = [self._attach(tensor, device) for tensor in made if value_of(tensor) is None]
         if creates or writes or is_random:
             described_args, described_kwargs = tree_map(self._describe, (args, kwargs))
             overwrites = schema.name in _OVERWRITES and len(writes) == 1 and writes[0].covers_value()
@@ -158,17 +159,17 @@ class Recorder(TorchDispatchMode):
             )
         return tree_map(lambda leaf: originals.get(id(leaf), leaf), result)
 
-    def _attach(self, tensor: torch.Tensor) -> Value:
+    def _attach(self, tensor: torch.Tensor, device: torch.device) -> Value:
         storage = tensor.untyped_storage()
-        value = Value(self.recording, storage.nbytes())
+        value = Value(self.recording, storage.nbytes(), device)
         storage.phalanx_value = value  # type: ignore[attr-defined]
         return value
 
     def _adopt(self, tensor: torch.Tensor) -> Window:
         """The window of a tensor that an operation writes; a real one becomes a value that starts as a copy of it."""
         if value_of(tensor) is None:
-            flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).clone()
-            self.recording.record(torch.clone, (flat,), {}, creates=[self._attach(tensor)])
+            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).clone()
+            self.recording.record(torch.clone, (flat,), {}, creates=[self._attach(tensor, tensor.device)])
         return self._window(tensor)
 
     def _window(self, tensor: torch.Tensor) -> Window:
@@ -194,17 +195,28 @@ class _ReadsValues(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if not (function in _READERS or function in _DEVICE_ANSWERS) or value_of(args[0]) is None:
+        value = value_of(args[0]) if function in _READERS or function in _DEVICE_ANSWERS else None
+        if value is None:
             return function(*args, **kwargs)
-        return self.recorder.compute(function, args, kwargs) if function in _READERS else _DEVICE_ANSWERS[function]
+        return self.recorder.compute(function, args, kwargs) if function in _READERS else _DEVICE_ANSWERS[function](value)
 
 
 _READERS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
-_DEVICE_ANSWERS: dict[Any, Any] = {
-    torch.Tensor.device.__get__: torch.device("cpu"),
-    torch.Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
-    torch.Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
+_DEVICE_ANSWERS: dict[Any, Callable[[Value], Any]] = {
+    torch.Tensor.device.__get__: lambda value: value.device,
+    torch.Tensor.is_meta.__get__: lambda value: False,  # type: ignore[attr-defined]
+    torch.Tensor.is_cpu.__get__: lambda value: value.device.type == "cpu",  # type: ignore[attr-defined]
+    torch.Tensor.is_cuda.__get__: lambda value: value.device.type == "cuda",  # type: ignore[attr-defined]
 }
+
+
+def _device_of(args: tuple, kwargs: dict[str, Any]) -> torch.device:
+    """Where the result of a call will be: as asked, else with its first lazy tensor, else with its first tensor."""
+    if kwargs.get("device") is not None:
+        return torch.device(kwargs["device"])
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    devices = [value.device for value in map(value_of, tensors) if value is not None] + [tensor.device for tensor in tensors]
+    return devices[0] if devices else torch.device("cpu")
 
 
 def _is_view(schema: Any) -> bool:

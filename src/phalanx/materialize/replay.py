@@ -130,9 +130,9 @@ class Replay:
         if not isinstance(leaf, Window):
             return leaf
         if leaf.value in scratch:
-            return torch.empty_strided(leaf.size, leaf.stride, dtype=leaf.dtype)
+            return torch.empty_strided(leaf.size, leaf.stride, dtype=leaf.dtype, device=leaf.value.device)
         if leaf.value not in self.storages:
-            self.storages[leaf.value] = torch.UntypedStorage(leaf.value.num_bytes)
+            self.storages[leaf.value] = torch.UntypedStorage(leaf.value.num_bytes, device=leaf.value.device)
         return leaf.over(self.storages[leaf.value])
 
 
