@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
+import resource
 import sys
-import textwrap
 
 import numpy as np
 import pytest
@@ -253,35 +252,41 @@ def test_a_failure_inside_leaves_torch_as_it_was():
     assert not is_lazy(build(BUILDS["lstm"]))
 
 
-MEMORY = """
-    import resource, sys, torch, transformers as tf
-    from phalanx.materialize import lazy, materialize, replay
+def resident_mb():
+    with open("/proc/self/statm") as fields:
+        return int(fields.read().split()[1]) * resource.getpagesize() / 2**20
 
-    def resident_mb():
-        return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 2**20
 
-    torch.manual_seed(0)
-    config = tf.LlamaConfig(vocab_size=4096, hidden_size=640, num_hidden_layers=10, num_attention_heads=8, intermediate_size=1664)
-    tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8))
-    before, peak, total = resident_mb(), 0, 0
+def replay_growth(model, keep):
+    """Bytes received and the growth of the resident set while they were, in MB."""
+    before, peak, total, kept = resident_mb(), 0.0, 0.0, []
 
     def receive(name, tensor):
-        global peak, total
+        nonlocal peak, total
         peak, total = max(peak, resident_mb()), total + tensor.nbytes / 2**20
+        if keep:
+            kept.append(tensor)
 
-    with lazy():
-        model = tf.LlamaForCausalLM(config){cast}
-    built = resident_mb()
     replay(model, receive)
-    print(total, built - before, peak - before)
-"""
+    return total, peak - before
 
 
-@pytest.mark.parametrize("cast", ["", ".to(torch.bfloat16)"])
-def test_a_replay_of_a_large_model_needs_the_memory_of_a_few_tensors(cast):
-    script = textwrap.dedent(MEMORY).replace("{cast}", cast)
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    total, built, peak = map(float, result.stdout.split())
-    assert total > (100 if cast else 200)
-    assert built < 20
-    assert peak < 50
+def large_model(num_layers):
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL | {"vocab_size": 4096, "hidden_size": 640, "num_hidden_layers": num_layers}))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the resident set from /proc")
+def test_a_replay_of_a_large_model_needs_the_memory_of_a_few_tensors():
+    before = resident_mb()
+    whole, cast, kept = (
+        build_lazily(each) for each in (lambda: large_model(30), lambda: large_model(12).to(torch.bfloat16), lambda: large_model(6))
+    )
+    assert resident_mb() - before < 25
+    total, growth = replay_growth(whole, keep=False)
+    assert total > 200
+    assert growth < 50
+    total, growth = replay_growth(cast, keep=False)
+    assert total > 45
+    assert growth < 40
+    total, growth = replay_growth(kept, keep=True)
+    assert growth > 0.6 * total

@@ -105,7 +105,8 @@ class Mesh:
         shown = [name for name, size in self.sizes.items() if size > 1] or list(self.sizes)[:1]
         sizes = " x ".join(f"{name} {self.sizes[name]}" for name in shown)
         place = ", ".join(f"{name} {self.coordinates[name]}" for name in shown)
-        return f"{self.world.size} ranks: {sizes}; rank {self.rank} at {place}"
+        ranks = "1 rank" if self.world.size == 1 else f"{self.world.size} ranks"
+        return f"{ranks}: {sizes}; rank {self.rank} at {place}"
 
     def _ranks_along(self, names: Sequence[str]) -> list[int]:
         choices = itertools.product(*(range(self.sizes[name]) for name in names))
