@@ -139,7 +139,7 @@ class CustomOrder:
             if person_seed is not None:
                 # The generator's state is not in any checkpoint; seeded by the epoch, a resumed run draws the same order.
                 sampler.generator.manual_seed(mix(seed, epoch, person_seed))
-        with OwnRandomness(seed, epoch)():
+        with OwnRandomness(seed, epoch).continued():
             if type(self._batches) is BatchSampler:
                 return list(self._batches.sampler), None
             lists = [list(batch) for batch in self._batches]

@@ -13,7 +13,7 @@ from phalanx.cluster.mesh import Axis
 from phalanx.data.order import EpochOrder, order_of
 from phalanx.data.position import Position
 from phalanx.data.rows import take_rows
-from phalanx.data.seeding import kept_randomness, seed_everything
+from phalanx.data.seeding import OwnRandomness, seed_everything
 from phalanx.data.workers import rebuilt
 from phalanx.errors import ConfigError
 from phalanx.layout import split_range
@@ -43,13 +43,13 @@ class MapSource:
 
     def read(self, position: Position, order: EpochOrder) -> Iterator[tuple[Any, int]]:
         """Yields (this index's rows, rows of the global batch) of each global batch from `position` on."""
-        start = position.samples
+        own, start = OwnRandomness(position.seed, position.epoch), position.samples
         self._requests.fill(self._request(first, indices, position) for first, indices in order.batches(start))
-        with kept_randomness():
+        with own.continued():
             batches = iter(self._rows)
         for _, indices in order.batches(start):
             # Only without workers does the person's code run here, and draw.
-            with nullcontext() if self._rows.num_workers else kept_randomness():
+            with nullcontext() if self._rows.num_workers else own.borrowed():
                 batch = next(batches)
             # Beyond the rows of the batch there is only its spare row, of which nothing is taken.
             yield (batch if self._axis.index < len(indices) else take_rows(batch, 0, 0, total=1)), len(indices)

@@ -25,48 +25,42 @@ def seed_everything(*key: int) -> None:
     numpy.random.seed(seed & 0xFFFFFFFF)
 
 
-@contextmanager
-def kept_randomness() -> Iterator[None]:
-    """Leaves the program's randomness as it was.
+class OwnRandomness:
+    """Randomness that code borrows for a while, leaving the program's as it was.
 
     Without it a resumed run would not equal one that never stopped: reading data (and starting workers) draws from the
     generator that dropout uses, at other moments in the two runs.
     """
-    outer = _state()
-    # Numpy's generator is swapped, since copying its state costs ten times the rest; only the second half of a pair of
-    # normal numbers that the program has not drawn yet is lost, in every run alike.
-    numpy.random.set_bit_generator(numpy.random.MT19937(0))
-    try:
-        yield
-    finally:
-        _restore(outer)
-
-
-class OwnRandomness:
-    """A stream of randomness that code borrows for a while, and goes on with the next time."""
 
     def __init__(self, *key: int):
         self._key = key
+        self._numpy = numpy.random.MT19937(0)
         self._state: tuple | None = None
 
     @contextmanager
-    def __call__(self) -> Iterator[None]:
-        with kept_randomness():
+    def borrowed(self) -> Iterator[None]:
+        """For code that seeds everything before it draws."""
+        outer = torch.get_rng_state(), random.getstate(), numpy.random.get_bit_generator()  # type: ignore[attr-defined]
+        # Numpy's generator is swapped, since copying its state costs ten times the rest; only the second half of a pair of
+        # normal numbers that the program has not drawn yet is lost, in every run alike.
+        numpy.random.set_bit_generator(self._numpy)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            torch.set_rng_state(outer[0])
+            random.setstate(outer[1])
+            numpy.random.set_bit_generator(outer[2])  # type: ignore[attr-defined]
+
+    @contextmanager
+    def continued(self) -> Iterator[None]:
+        """For code that goes on drawing where it stopped the last time, at first from the seed of the key."""
+        with self.borrowed():
             if self._state is None:
                 seed_everything(*self._key)
             else:
-                _restore(self._state)
+                torch.set_rng_state(self._state[0])
+                random.setstate(self._state[1])
             try:
                 yield
             finally:
-                self._state = _state()
-
-
-def _state() -> tuple:
-    return torch.get_rng_state(), random.getstate(), numpy.random.get_bit_generator()
-
-
-def _restore(state: tuple) -> None:
-    torch.set_rng_state(state[0])
-    random.setstate(state[1])
-    numpy.random.set_bit_generator(state[2])
+                self._state = torch.get_rng_state(), random.getstate()

@@ -44,10 +44,10 @@ class StreamSource:
         """Yields (this index's rows, rows of the global batch) from `position` on, whose batches are read and dropped."""
         own = OwnRandomness(position.seed, position.epoch)
         skip, number = position.batches, 0
-        with own():
+        with own.continued():
             batches = iter(self._stream)
         while True:
-            with own():
+            with own.continued():
                 batch = next(batches, _END)
             total = self._agree(batch, number)
             if total is None:
