@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -15,10 +16,11 @@ from phalanx.errors import PhalanxError
 
 # Subcommand -> what it does. Each lives in the file of its name, with `EXAMPLE`, `add_arguments` and `execute`.
 COMMANDS = {
-    "run": "launch a script on this machine's processes",
+    "run": "launch a script as several processes, each a rank",
     "train": "train a model as a recipe says",
     "verify": "compare a plan with one process, number by number",
     "plan": "read a plan, list every conflict, predict its memory",
+    "checkpoint": "look into a checkpoint without loading it",
     "doctor": "what this machine has, what is missing, and what that costs",
 }
 
@@ -90,6 +92,9 @@ def main(words: Sequence[str] | None = None) -> int:
             )
         print(f"phalanx {arguments.command}: {type(error).__name__}: {error}", file=sys.stderr)
         return WRONG_USE
+    except BrokenPipeError:  # whoever read stdout has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
     except KeyboardInterrupt:
         print(f"phalanx {arguments.command}: interrupted", file=sys.stderr)
         return INTERRUPTED

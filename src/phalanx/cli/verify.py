@@ -8,7 +8,9 @@ EXAMPLE = "phalanx verify --model tiny-llama --plan zero2 --world 2"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    model = "tiny-llama and others (see --list), a directory with a config.json, or module.py:function that returns model, batch and criterion"
+    model = (
+        "tiny-llama and others (see --list), a directory with a config.json, or module.py:function that returns model, batch and criterion"
+    )
     parser.add_argument("--model", help=model)
     parser.add_argument("--plan", help="plan text such as zero2, or a TOML file")
     parser.add_argument("--world", type=int, help="number of ranks (default: the fewest on which every term has something to do)")
