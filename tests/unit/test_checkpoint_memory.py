@@ -11,7 +11,7 @@ from phalanx.checkpoint import disk, load, save
 from phalanx.checkpoint.shard_file import ShardFile
 from phalanx.layout import Layout, Piece
 
-TENSOR_BYTES, NUM_TENSORS = 16 << 20, 3
+TENSOR_BYTES, NUM_TENSORS = 48 << 20, 2
 STATUS = Path("/proc/self/status")
 
 
