@@ -114,16 +114,17 @@ class Booster:
 
     def _make_engine(self, model: nn.Module) -> Any:
         data = self.mesh.axis("dp", "cp")
-        if self.plan.fsdp:
+        is_lazy = materialize.is_lazy(model)
+        if not is_lazy:
+            self._place_buffers(model, data)
+        if self.plan.fsdp and data.size > 1:  # one rank has nothing to shard, whoever does it
             from phalanx.memory.fsdp import FsdpEngine
 
             return FsdpEngine(model, layer_stacks(model), precision=self.precision, axis=data, device=self.world.device)
         replicas, shards = self.mesh.split(data, self.plan.zero_group or data.size)
         fill = None
-        if materialize.is_lazy(model):
+        if is_lazy:
             fill = lambda receive: self._fill(model, receive)  # noqa: E731
-        else:
-            self._place_buffers(model, data)
         return StateEngine(
             model,
             layer_stacks(model),

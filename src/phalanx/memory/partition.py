@@ -44,7 +44,7 @@ def find_units(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> lis
 
     Tied parameters form one slot. A weight tied between a block and something else, or between blocks, stays gathered.
     """
-    slots = _find_slots(model)
+    slots = find_slots(model)
     block_of = {id(module): index for index, (_, block) in enumerate(blocks) for module in block.modules()}
     units: dict[object, Unit] = {}
     rest = Unit("rest", [])
@@ -67,7 +67,7 @@ def find_units(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> lis
     return [*units.values(), *([rest] if rest.slots else [])]
 
 
-def _find_slots(model: nn.Module) -> list[Slot]:
+def find_slots(model: nn.Module) -> list[Slot]:
     slots: dict[int, Slot] = {}
     for module_name, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
