@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from bench import report
@@ -65,8 +66,11 @@ def why_skipped(key: str, hosts: dict[str, Host]) -> str | None:
     return hosts[row.needs].versions.get(f"{package} missing")
 
 
-def measure(options: argparse.Namespace, hosts: dict[str, Host]) -> dict:
-    """All samples: `{workload: {precision: {row: {"rounds": [...], "memory": {...}} or {"skipped": reason}}}}`."""
+def measure(options: argparse.Namespace, hosts: dict[str, Host], keep: Callable[[dict], None]) -> dict:
+    """All samples: `{workload: {precision: {row: {"rounds": [...], "memory": {...}} or {"skipped": reason}}}}`.
+
+    `keep` is handed what there is after every round: such a run is long, and an interrupted one is worth something too.
+    """
     skipped = {key: why_skipped(key, hosts) for key in options.rows}
     results: dict = {}
     for workload in options.workloads:
@@ -79,6 +83,7 @@ def measure(options: argparse.Namespace, hosts: dict[str, Host]) -> dict:
                 order = options.rows[turn % len(options.rows) :] + options.rows[: turn % len(options.rows)]
                 for key in order:
                     visit(cell, key, hosts, {**base, "measure": "time"})
+                keep(results)
             for key in options.rows:
                 visit(cell, key, hosts, {**base, "measure": "memory"})
             cell[ACTIVATIONS.key] = {"memory": hosts["torch"].run(row=ACTIVATIONS.key, **base, measure="memory")}
@@ -141,22 +146,24 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     hosts = open_hosts(options.deepspeed_python)
-    try:
-        results = measure(options, hosts)
-    finally:
-        for host in hosts.values():
-            host.close()
     record = {
         "command": "python -m bench.train " + " ".join(sys.argv[1:] if arguments is None else arguments),
         "commit": commit(),
         "machine": describe_machine(),
         "versions": {name: host.versions for name, host in hosts.items()},
         "rounds": options.rounds,
-        "results": results,
     }
-    record["targets"] = report.judge(results)
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(record, indent=1))
+
+    def keep(results: dict) -> None:
+        record.update(results=results, targets=report.judge(results))
+        options.json.write_text(json.dumps(record, indent=1))
+
+    try:
+        keep(measure(options, hosts, keep))
+    finally:
+        for host in hosts.values():
+            host.close()
     text = report.render(record)
     print(text)
     if options.markdown:
