@@ -42,8 +42,7 @@ class UserModel(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = torch.tanh(self.twice(x)) + self.frozen(x)
-        x = x * (self.scalar + self.three.sum())
-        return self.head(self.norm(x))
+        return self.head(self.norm(x) * (self.scalar + self.three.sum()))
 
 
 def cross_entropy(logits, labels):
