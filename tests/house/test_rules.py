@@ -1,6 +1,9 @@
 """The house stands as drawn: floors, circles, the outside world, names and sizes. Each check is also shown to fail."""
 
 import ast
+import re
+import sys
+import tomllib
 import warnings
 from pathlib import Path
 
@@ -106,6 +109,21 @@ def sizes(files: dict[Path, ast.Module]) -> list[tuple[str, int, tuple[int, int]
     return found
 
 
+def declared_dependencies() -> set[str]:
+    """The names of all packages that pyproject.toml asks for, extras included."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    return {re.match(r"[\w-]+", line)[0] for line in lines}
+
+
+def undeclared(modules: list[Module], declared: set[str]) -> list[str]:
+    """Imports of packages that are neither ours, nor Python's, nor declared."""
+    known = declared | sys.stdlib_module_names | {"phalanx"}
+    return [
+        f"{module.path}:{line} imports {name}" for module in modules for line, name in imports(module) if name.split(".")[0] not in known
+    ]
+
+
 @pytest.fixture(scope="module")
 def modules() -> list[Module]:
     return read_tree()
@@ -134,6 +152,21 @@ def test_no_circles(modules):
 
 def test_the_outside_world_enters_by_its_doors(modules):
     assert outside_faults(modules) == []
+
+
+def test_what_is_imported_is_declared(modules):
+    assert undeclared(modules, declared_dependencies()) == []
+
+
+def test_every_dependency_has_its_reason_in_the_architecture():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    assert [name for name in sorted(declared_dependencies()) if f"`{name}`" not in text] == []
+
+
+def test_every_folder_has_its_floor_in_the_architecture(modules):
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    units = {module.unit for module in modules} - {"__init__"}
+    assert [unit for unit in sorted(units) if f"`{unit}/`" not in text and f"`{unit}.py`" not in text] == []
 
 
 def test_names_say_something(files):
@@ -197,6 +230,12 @@ def test_an_import_downwards_is_fine(tmp_path):
 def test_a_door_in_the_wrong_wall_is_found(tmp_path, text):
     assert len(outside_faults(house(tmp_path, memory__engine=text))) == 1
     assert outside_faults(house(tmp_path / "again", cluster__launch=text)) == []
+
+
+def test_an_undeclared_import_is_found(tmp_path):
+    assert undeclared(house(tmp_path, memory__engine="import json, numpy\nimport requests.sessions"), {"numpy"}) == [
+        "memory/engine.py:2 imports requests.sessions"
+    ]
 
 
 def test_a_circle_is_found(tmp_path):

@@ -1,9 +1,13 @@
 """The learning rate and the picture of a run."""
 
+import sys
+import types
+
 import pytest
 
 from phalanx.errors import ConfigError
 from phalanx.log import Events, read_events
+from phalanx.train import tensorboard
 from phalanx.train.picture import curves, draw_losses
 from phalanx.train.schedule import warmup_cosine
 
@@ -50,3 +54,36 @@ def test_no_loss_no_picture(tmp_path):
     (tmp_path / "events.jsonl").touch()
     with pytest.raises(ConfigError, match="no training loss"):
         draw_losses(tmp_path / "events.jsonl", tmp_path / "loss.png")
+
+
+class Writer:
+    """Stands in for TensorBoard's, which is an extra."""
+
+    def __init__(self, folder):
+        self.points = []
+        Writer.last = self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *details):
+        self.closed = True
+
+    def add_scalar(self, name, value, step):
+        self.points.append((name, value, step))
+
+
+def test_every_curve_goes_to_tensorboard(tmp_path, monkeypatch):
+    write_events(tmp_path / "events.jsonl")
+    monkeypatch.setattr(tensorboard, "require_tensorboard", lambda: None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
+    assert tensorboard.export_tensorboard(tmp_path / "events.jsonl", tmp_path / "out") == 6
+    assert Writer.last.points[0] == ("train/loss", 5.0, 1)
+    assert ("evaluate/bits_per_byte", 2.0, 5) in Writer.last.points
+    assert Writer.last.closed
+
+
+def test_without_tensorboard_the_export_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(tensorboard, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"phalanx\[tensorboard\]"):
+        tensorboard.require_tensorboard()

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    from phalanx.cluster.launch import spawn
+    from phalanx.cluster.spawn import run_processes
 
     if arguments.processes < 1:
         raise ConfigError(f"-n is {arguments.processes}", allowed="1 or more", remedy="-n 1")
@@ -35,7 +35,7 @@ def execute(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"there is no script {arguments.script}", remedy="-m for the name of a module")
     script = ["-m", arguments.script] if arguments.module else [arguments.script]
     begun = time.perf_counter()
-    code = spawn([sys.executable, *script, *arguments.arguments], **_machines(arguments))
+    code = run_processes([sys.executable, *script, *arguments.arguments], **_machines(arguments))
     if arguments.json:
         print_json({"ok": code == 0, "exit_code": code, "seconds": round(time.perf_counter() - begun, 3)})
     return code

@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", help="the plan, instead of run.plan")
     parser.add_argument("-n", "--processes", type=int, help="local processes, instead of run.processes; 1 trains in this process")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in the run's folder")
+    parser.add_argument("--tensorboard", action="store_true", help="also leave the curves for TensorBoard in the run's folder")
     parser.add_argument("--overwrite", action="store_true", help="replace a run that the folder holds")
 
 
@@ -38,6 +39,7 @@ def _train(arguments: argparse.Namespace, recipe: Recipe, overrides: list[str]) 
     from phalanx.cluster.launch import launch, shutdown
     from phalanx.plan import Plan
     from phalanx.train.folder import Folder
+    from phalanx.train.tensorboard import require_tensorboard
     from phalanx.train.text import read_corpus
 
     world = launch()
@@ -45,6 +47,8 @@ def _train(arguments: argparse.Namespace, recipe: Recipe, overrides: list[str]) 
     # All that can be known to be wrong is said before any process starts.
     Plan.parse(recipe.run.plan).require(None, size)
     read_corpus(recipe)
+    if arguments.tensorboard:
+        require_tensorboard()
     if world.rank == 0:
         Folder(recipe.folder()).prepare(resume=arguments.resume, overwrite=arguments.overwrite)
     if size == 1 or world.size > 1:
@@ -61,10 +65,10 @@ def _train(arguments: argparse.Namespace, recipe: Recipe, overrides: list[str]) 
 
 
 def _start_ranks(arguments: argparse.Namespace, overrides: list[str], size: int) -> int:
-    from phalanx.cluster.launch import spawn
+    from phalanx.cluster.spawn import run_processes
 
     words = [sys.executable, "-m", "phalanx.train", arguments.recipe, *overrides]
-    return spawn([*words, "--resume"] if arguments.resume else words, size)
+    return run_processes([*words, "--resume"] if arguments.resume else words, size)
 
 
 def _failed(arguments: argparse.Namespace, code: int) -> int:
@@ -76,9 +80,12 @@ def _failed(arguments: argparse.Namespace, code: int) -> int:
 def _review(arguments: argparse.Namespace, recipe: Recipe) -> int:
     from phalanx.train.folder import Folder
     from phalanx.train.review import describe, review
+    from phalanx.train.tensorboard import export_tensorboard
 
     summary: dict[str, Any] = review(recipe)
     folder = Folder(recipe.folder())
+    if arguments.tensorboard:
+        export_tensorboard(folder.events, folder.tensorboard)
     if arguments.json:
         print_json({"ok": True, **summary, "recipe": dataclasses.asdict(recipe)})
     else:

@@ -36,6 +36,10 @@ class Folder:
     def sample(self) -> Path:
         return self.root / "sample.txt"
 
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
     def checkpoint(self, step: int) -> Path:
         return self.root / "checkpoints" / f"step-{step:06d}"
 
@@ -56,7 +60,7 @@ class Folder:
         if used and overwrite and not resume:
             for path in (self.events, self.summary, self.picture, self.sample):
                 path.unlink(missing_ok=True)
-            for path in (self.model, self.root / "checkpoints"):
+            for path in (self.model, self.tensorboard, self.root / "checkpoints"):
                 shutil.rmtree(path, ignore_errors=True)
         elif used and not resume:
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from phalanx.errors import ConfigError
@@ -9,15 +10,17 @@ from phalanx.log import read_events
 from phalanx.train.picture import curves
 
 
-def export_tensorboard(events_path: Path, folder: Path) -> int:
-    """Writes every curve in `events_path` as TensorBoard scalars into `folder`; returns how many points.
+def require_tensorboard() -> None:
+    """Raises: ConfigError where TensorBoard is not installed."""
+    if find_spec("tensorboard") is None:
+        raise ConfigError("the export needs TensorBoard, which is not installed", remedy="pip install 'phalanx[tensorboard]'")
 
-    Raises: ConfigError where TensorBoard is not installed.
-    """
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ConfigError("the export needs TensorBoard, which is not installed", remedy="pip install 'phalanx[tensorboard]'") from None
+
+def export_tensorboard(events_path: Path, folder: Path) -> int:
+    """Writes every curve in `events_path` as TensorBoard scalars into `folder`; returns how many points."""
+    require_tensorboard()
+    from torch.utils.tensorboard import SummaryWriter
+
     points = 0
     with SummaryWriter(str(folder)) as writer:
         for name, curve in curves(read_events(events_path)).items():
