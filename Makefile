@@ -19,11 +19,14 @@ help:
 $(READY): constraints.txt pyproject.toml
 	@echo "Installing into $(VENV) (first time, or the settings changed)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; try: make PYTHON=python3.11 ...")'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV)
 	@# torch first and by its exact name, so that a CPU build is taken where the index or a local folder has one.
 	@$(BIN)/pip install --quiet -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	@$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $(READY)
+
+# Ranks share the cores: one thread for each, or they wait for one another.
+test test-all: export OMP_NUM_THREADS = 1
 
 demo: $(READY)
 	$(BIN)/phalanx train recipes/demo.toml --overwrite

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from phalanx.errors import CheckpointError
 from phalanx.log import read_events
-from phalanx.testing import run_ranks
+from phalanx.testing import RankError, run_ranks
 from phalanx.train.folder import Folder
 from phalanx.train.loop import train
 from phalanx.train.picture import curves
@@ -82,6 +82,30 @@ def test_a_resumed_run_equals_one_that_never_stopped_bit_for_bit(tmp_path):
     run(path, 2, f"run.folder={tmp_path}/halves", resume=True)
     assert curve(halves) == curve(whole)
     assert (halves.model / "model.safetensors").read_bytes() == (whole.model / "model.safetensors").read_bytes()
+
+
+def test_a_damaged_checkpoint_is_refused_and_nothing_is_lost(tmp_path):
+    path = write_recipe(tmp_path)
+    folder = run(path, 1)
+    before = curve(folder)
+    (shard, *_) = sorted(folder.checkpoint(6).rglob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(RankError, match="CheckpointError"):
+        run(path, 1, "steps.total=8", resume=True)
+    assert curve(folder) == before
+    assert sorted(folder.checkpoints()) == [3, 6]
+
+
+def test_a_complete_run_is_completed_again_without_a_step(tmp_path):
+    path = write_recipe(tmp_path)
+    folder = run(path, 1)
+    before = json.loads(folder.summary.read_text())
+    run(path, 1, resume=True)
+    after = json.loads(folder.summary.read_text())
+    assert after["validation"] == before["validation"]
+    assert "not measured" in dict(describe(review(load_recipe(path)), folder.root))["memory of rank 0"]
 
 
 def test_the_review_reloads_judges_writes_and_draws(tmp_path):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 
+from phalanx.cli.output import DONE, INTERRUPTED, WRONG_USE
 from phalanx.errors import PhalanxError
 
 # Subcommand -> what it does. Each lives in the file of its name, with `EXAMPLE`, `add_arguments` and `execute`.
@@ -24,7 +25,6 @@ COMMANDS = {
     "doctor": "what this machine has, what is missing, and what that costs",
 }
 
-DONE, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 EXIT_CODES = "exit code: 0 done, 1 the work itself failed, 2 wrong use, 130 interrupted"
 
 

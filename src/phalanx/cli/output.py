@@ -1,10 +1,12 @@
-"""How commands print: tables for people, one JSON object for programs."""
+"""How commands answer: tables for people, one JSON object for programs, and exit codes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+DONE, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
 
 def print_json(values: Mapping[str, Any]) -> None:

@@ -18,6 +18,9 @@ PORT = 29500  # where machine 0 of a host file is met unless --master says other
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--processes", type=int, default=1, help="how many processes on this machine (default: 1)")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as with python -m")
+    parser.add_argument(
+        "--debug", action="store_true", help="compare every collective between ranks before it runs, and name the call sites that differ"
+    )
     parser.add_argument("--nodes", type=int, default=1, help="how many machines run this command together (default: 1)")
     parser.add_argument("--node-rank", type=int, default=0, help="which of them this is, from 0")
     parser.add_argument("--master", metavar="HOST:PORT", help="where machine 0 is met; needed with several machines")
@@ -33,9 +36,11 @@ def execute(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"-n is {arguments.processes}", allowed="1 or more", remedy="-n 1")
     if not arguments.module and not Path(arguments.script).is_file():
         raise ConfigError(f"there is no script {arguments.script}", remedy="-m for the name of a module")
-    script = ["-m", arguments.script] if arguments.module else [arguments.script]
+    command = [sys.executable, *(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
+    if arguments.debug:
+        command = ["env", "PHALANX_DEBUG=1", *command]
     begun = time.perf_counter()
-    code = run_processes([sys.executable, *script, *arguments.arguments], **_machines(arguments))
+    code = run_processes(command, **_machines(arguments))
     if arguments.json:
         print_json({"ok": code == 0, "exit_code": code, "seconds": round(time.perf_counter() - begun, 3)})
     return code

@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cli.output import print_json, print_rows
+from phalanx.cli.output import FAILED, INTERRUPTED, print_json, print_rows
 
 if TYPE_CHECKING:
     from phalanx.train.recipe import Recipe
@@ -74,7 +74,7 @@ def _start_ranks(arguments: argparse.Namespace, overrides: list[str], size: int)
 def _failed(arguments: argparse.Namespace, code: int) -> int:
     if arguments.json:
         print_json({"ok": False, "exit_code": code})
-    return 1
+    return code if code == INTERRUPTED else FAILED
 
 
 def _review(arguments: argparse.Namespace, recipe: Recipe) -> int:

@@ -190,7 +190,9 @@ def finish(job: Job, step: int) -> None:
     found = evaluate(job, step)
     save(job, step)
     job.booster.save_model(job.folder.model, format="huggingface")
-    memory = comm.gather_objects({"predicted": asdict(job.predicted), "measured": asdict(job.measured)}, job.booster.mesh.world)
+    # A run that was complete when it was resumed has no step to measure.
+    measured = asdict(job.measured) if job.measured else None
+    memory = comm.gather_objects({"predicted": asdict(job.predicted), "measured": measured}, job.booster.mesh.world)
     if job.booster.world.rank == 0:
         export_tokenizer(job.tokenizer, job.folder.model)
         summary = {

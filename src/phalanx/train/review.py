@@ -94,11 +94,10 @@ def describe(summary: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
     return [*rows, ("files", f"{folder}: sample.txt, loss.png, events.jsonl, model/, checkpoints/")]
 
 
-def memory_line(memory: dict[str, dict[str, int]]) -> str:
+def memory_line(memory: dict[str, dict[str, int] | None]) -> str:
     """What a rank kept and reached, beside what was predicted."""
     measured, predicted = memory["measured"], memory["predicted"]
-    parts = [
-        f"{measured[name] / 1e6:.1f} MB {word} ({predicted[name] / 1e6:.1f} predicted)"
-        for name, word in (("kept", "kept"), ("peak", "at the peak"))
-    ]
-    return ", ".join(parts)
+    if measured is None or predicted is None:
+        return "not measured"
+    words = {"kept": "kept", "peak": "at the peak"}
+    return ", ".join(f"{measured[name] / 1e6:.1f} MB {word} ({predicted[name] / 1e6:.1f} predicted)" for name, word in words.items())
