@@ -16,7 +16,8 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
-from phalanx.memory.chunk import Chunk
+from phalanx.memory.chunk import Chunk, Slot
+from phalanx.memory.foreign import ForeignReads
 from phalanx.memory.partition import Unit
 
 
@@ -68,7 +69,9 @@ class ParameterStream:
         self.held = 0
         self.forward = {grad: Trace("forward" if grad else "evaluation", axis, self.units) for grad in (True, False)}
         self.backward = Trace("backward", axis, self.units)
-        self.unit_of = {id(chunk): unit for unit in self.units for chunk in unit.chunks}
+        self.pinned: list[Chunk] = []
+        self.watch: ForeignReads | None = None
+        self.streamed = {id(chunk) for unit in self.units for chunk in unit.chunks}
         self.handles: list[Any] = [model.register_forward_pre_hook(self._begin_forward, prepend=True)]
         self.handles.append(model.register_forward_hook(self._end_forward, always_call=True))
         for index, unit in enumerate(self.units):
@@ -81,14 +84,31 @@ class ParameterStream:
     @torch._dynamo.disable
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         self.depth += 1
-        if self.depth == 1 and not self.held:
-            self.forward[torch.is_grad_enabled()].begin()
+        if self.depth > 1 or self.held:
+            return
+        trace = self.forward[torch.is_grad_enabled()]
+        trace.begin()
+        for chunk in self.pinned:
+            chunk.gather()
+        if trace.number == 1 and not _is_compiled(module):
+            self.watch = ForeignReads([chunk for unit in self.units for chunk in unit.chunks], self._pin)
+            self.watch.__enter__()
 
     @torch._dynamo.disable
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self.depth = max(self.depth - 1, 0)
+        if self.depth == 0 and self.watch is not None:
+            self.watch.__exit__(None, None, None)
+            self.watch = None
         if self.depth == 0 and output is not None and not self.held:
             self.forward[torch.is_grad_enabled()].end()
+
+    def _pin(self, chunk: Chunk, slot: Slot) -> None:
+        """A parameter is read outside of its module: its chunk is gathered now, and before every pass from now on."""
+        trace = self.forward[torch.is_grad_enabled()]
+        comm.agree(f"{trace.name} pass {trace.number}, outside of its module", f"parameter '{slot.name}'", self.axis)
+        chunk.gather()
+        self.pinned.append(chunk)
 
     def _before(self, index: int) -> Callable:
         @torch._dynamo.disable
@@ -124,6 +144,10 @@ class ParameterStream:
 
     def _release(self, unit: Unit) -> None:
         for chunk in unit.chunks:
+            self._let_go(chunk)
+
+    def _let_go(self, chunk: Chunk) -> None:
+        if chunk not in self.pinned:
             chunk.release()
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -139,12 +163,12 @@ class ParameterStream:
         frozen = [chunk for chunk in unit.chunks if not chunk.is_trainable]
         needing = [tensor for tensor in inputs if tensor.requires_grad]
         if frozen and needing:
-            register_multi_grad_hook(needing, lambda _: [chunk.release() for chunk in frozen], mode="all")
+            register_multi_grad_hook(needing, lambda _: [self._let_go(chunk) for chunk in frozen], mode="all")
 
     def chunk_complete(self, chunk: Chunk) -> None:
         """All gradients of a chunk are there, so nothing reads its parameters any more in this backward."""
-        if id(chunk) in self.unit_of and not self.held:
-            chunk.release()
+        if id(chunk) in self.streamed and not self.held:
+            self._let_go(chunk)
 
     def end_backward(self) -> None:
         self.backward.end()
@@ -174,6 +198,11 @@ class ParameterStream:
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether some module runs as compiled code, which would be compiled once more under a watch."""
+    return any(module._compiled_call_impl is not None or hasattr(module, "_orig_mod") for module in model.modules())
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
