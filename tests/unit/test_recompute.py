@@ -216,6 +216,23 @@ def test_a_forward_set_on_the_instance_is_kept():
     assert layer.forward is own
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_compiled_block_recomputes(mode):
+    class Compiled(Layer):
+        def forward(self, pair):
+            return pair[0] + self.down(torch.nn.functional.gelu(self.up(pair[0])))
+
+    torch.manual_seed(0)
+    layer, x = Compiled(), torch.randn(2, 8)
+    expected = gradients(layer, lambda block: block((x, 0)).square().sum())
+    recompute.apply([layer], mode)
+    layer.compile(backend="aot_eager", fullgraph=True)
+    found = gradients(layer, lambda block: block((x, 0)).square().sum())
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+
+
 def test_a_deep_copy_recomputes_its_own_block():
     model, x = Stack(), torch.randn(2, 8)
     recompute.apply(model.layers, "full")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from phalanx.errors import ConfigError
 
@@ -91,7 +91,7 @@ class RecomputedForward:
             partial(_call, forward, structure),
             *leaves,
             use_reentrant=False,
-            context_fn=partial(create_selective_checkpoint_contexts, _policy) if self.selective else noop_context_fn,
+            **_SELECTIVE if self.selective else {},
         )
 
     def _without_cache(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -142,3 +142,6 @@ def _has_dropout(schema: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     # An operation that is kept does not run again, so one that draws would leave later dropouts of the block other numbers.
     given = dict(zip((argument.name for argument in schema.arguments), args)) | kwargs
     return bool(given.get("dropout_p"))
+
+
+_SELECTIVE: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
