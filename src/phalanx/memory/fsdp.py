@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,8 +72,8 @@ class FsdpEngine:
         self._shard(slots)
         # The model shows a slot's parameter in full at times; this is what it shows at all others, a DTensor.
         self.sharded = {slot.name: self._shown(slot) for slot in slots}
+        self.shown: list[nn.Parameter] = []
         self.slots = [(self, slot) for slot in slots]
-        self.by_name = {slot.name: (self, slot) for slot in slots}
         for slot in slots:
             slot.parameter, local = self.sharded[slot.name], self._local(self.sharded[slot.name])
             slot.shard = nn.Parameter(local) if local.numel() else None
@@ -93,8 +94,8 @@ class FsdpEngine:
             fully_shard(module, mesh=mesh, reshard_after_forward=not is_root, mp_policy=precision, ignored_params=empty)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            module.set_custom_all_gather(Collective(self._gathering(index)))
-            module.set_custom_reduce_scatter(Collective(self._reducing(index)))
+            module.set_custom_all_gather(Collective(partial(self._gather, index)))
+            module.set_custom_reduce_scatter(Collective(partial(self._reduce, index)))
         # A rank that did not use a parameter takes part in its sum with zeros.
         self.model.set_reduce_scatter_unused_params(True)
 
@@ -117,6 +118,7 @@ class FsdpEngine:
         def note(_: torch.Tensor) -> None:
             slot.used = True
 
+        self.shown.append(parameter)
         # A frozen parameter may be unfrozen later, so it is watched from the start.
         needs_grad = parameter.requires_grad
         parameter.requires_grad_(True).register_post_accumulate_grad_hook(note)
@@ -128,26 +130,20 @@ class FsdpEngine:
 
     # -- what PyTorch calls --------------------------------------------------------------------------------------------
 
-    def _gathering(self, index: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        def gather(out: torch.Tensor, shard: torch.Tensor) -> None:
-            if not self.held:
-                self.trace.visit(index)
-            comm.all_gather(out, shard, self.axis)
-
-        return gather
-
-    def _reducing(self, index: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        def reduce(out: torch.Tensor, full: torch.Tensor) -> None:
-            if not self.in_backward:
-                raise ConfigError(
-                    "a backward ran outside of the booster, so its gradients cannot be normalised",
-                    allowed="booster.step(batch), booster.forward_backward(batch) or booster.backward(loss, optimizer)",
-                    remedy="replace loss.backward() by booster.backward(loss, optimizer)",
-                )
+    def _gather(self, index: int, out: torch.Tensor, shard: torch.Tensor) -> None:
+        if not self.held:
             self.trace.visit(index)
-            comm.reduce_scatter(out, full, self.axis)
+        comm.all_gather(out, shard, self.axis)
 
-        return reduce
+    def _reduce(self, index: int, out: torch.Tensor, full: torch.Tensor) -> None:
+        if not self.in_backward:
+            raise ConfigError(
+                "a backward ran outside of the booster, so its gradients cannot be normalised",
+                allowed="booster.step(batch), booster.forward_backward(batch) or booster.backward(loss, optimizer)",
+                remedy="replace loss.backward() by booster.backward(loss, optimizer)",
+            )
+        self.trace.visit(index)
+        comm.reduce_scatter(out, full, self.axis)
 
     # -- one pass ------------------------------------------------------------------------------------------------------
 
@@ -159,8 +155,8 @@ class FsdpEngine:
 
     @torch._dynamo.disable
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if output is None:
-            self.model.reset_iter_state()
+        if output is None:  # it raised
+            self._abandon()
         elif not torch.is_grad_enabled() and not self.held:
             self.trace.end()
             self.model.reshard()  # the root stays gathered for a backward, and none comes
@@ -172,11 +168,17 @@ class FsdpEngine:
         try:
             yield
         except BaseException:
-            self.model.reset_iter_state()
+            self._abandon()
             raise
         finally:
             self.in_backward = False
         self.trace.end()
+
+    def _abandon(self) -> None:
+        """After a pass that raised: forgets its state, so that the error is what the person sees and the next pass starts clean."""
+        self.model.reset_iter_state()
+        for parameter in self.shown:
+            parameter.grad = None
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -267,12 +269,6 @@ class FsdpEngine:
         whole = local.new_empty(self.axis.size * padded.numel())
         comm.all_gather(whole, padded, self.axis).wait()
         return whole[: slot.num_elements].view(slot.shape)
-
-    def set_master(self, name: str, value: torch.Tensor) -> None:
-        """Gives a parameter a new value everywhere this rank keeps it. `publish_all` afterwards shows it to the model."""
-        _, slot = self.by_name[name]
-        if slot.shard is not None:
-            slot.shard.detach().copy_(value.reshape(-1)[slice(*self.local_run(slot))])
 
     # -- where things lie, for saving ----------------------------------------------------------------------------------
 
