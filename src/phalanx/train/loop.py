@@ -58,7 +58,8 @@ def train(recipe: Recipe, *, resume: bool = False) -> None:
     set_rank(world.rank, world.size)
     job = build_job(recipe, visible=world.rank == 0)
     step = begun = restore(job) if resume else 0
-    events.open(job.folder.events, recipe.name, world.rank)
+    if world.rank == 0:  # the numbers of a step are the same on every rank
+        events.open(job.folder.events, recipe.name, world.rank)
     events.emit("run", "resume" if begun else "start", step=step, recipe=recipe_table(recipe), plan=str(job.booster.plan), world=world.size)
     with job.display:
         for step, batch in count_steps(job.training, begun, recipe.steps.total):
@@ -132,8 +133,6 @@ def watched_step(job: Job, batch: Any) -> Any:
     with TensorCount(ignored=job.token_rows) as count:
         result = job.booster.step(batch)
     job.measured = count.measured()
-    for name in ("kept", "peak"):
-        events.emit("memory", name, getattr(job.measured, name), predicted=getattr(job.predicted, name))
     return result
 
 
@@ -193,6 +192,8 @@ def finish(job: Job, step: int) -> None:
     # A run that was complete when it was resumed has no step to measure.
     measured = asdict(job.measured) if job.measured else None
     memory = comm.gather_objects({"predicted": asdict(job.predicted), "measured": measured}, job.booster.mesh.world)
+    for rank, found_there in enumerate(memory):
+        events.emit("memory", "rank", rank, step=step, **found_there)
     if job.booster.world.rank == 0:
         export_tokenizer(job.tokenizer, job.folder.model)
         summary = {
