@@ -20,6 +20,7 @@ from phalanx.data import num_rows, spare_row, take_rows
 from phalanx.errors import ConfigError, ShapeError
 from phalanx.layout import split_range
 from phalanx.memory import StateEngine
+from phalanx.memory.reduction import backward_outside
 from phalanx.optim.elementwise import require_elementwise
 from phalanx.optim.norm import clip_factor, local_power, norm_from_power
 from phalanx.optim.scale import LossScale
@@ -80,6 +81,7 @@ class Training:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         self.count = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         self.agreed: Agreed | None = None
+        self.num_backwards = 0
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
@@ -104,6 +106,7 @@ class Training:
             (loss_sum * self.scale.value).backward() if self.scale.value != 1.0 else loss_sum.backward()
         self.loss_sum += loss_sum.detach()
         self.count += count
+        self.num_backwards += 1
 
     def _fit_scale(self, count: torch.Tensor) -> None:
         """Before the very first backward: what is differentiated is a sum, so the usual start scale is for its mean."""
@@ -177,6 +180,8 @@ class Training:
             return self.agreed
         engine = self.engine
         engine.finish_gradients()
+        if not self.num_backwards and any(engine.used_flags()):
+            raise backward_outside()
         used = torch.tensor(engine.used_flags(), dtype=torch.float64, device=engine.device)
         if self.data_axis.size > 1:  # a rank that did not use a parameter still holds a part of its summed gradient
             engine.set_used([True] * len(used))

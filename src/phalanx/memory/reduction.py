@@ -65,11 +65,7 @@ class GradientReducer:
 
     def _arrived(self, chunk: Chunk, slot: Slot, gradient: torch.Tensor) -> None:
         if not self.in_backward:
-            raise ConfigError(
-                "a backward ran outside of the booster, so its gradients cannot be reduced",
-                allowed="booster.step(batch), booster.forward_backward(batch) or booster.backward(loss, optimizer)",
-                remedy="replace loss.backward() by booster.backward(loss, optimizer)",
-            )
+            raise backward_outside()
         if gradient.is_sparse:
             raise ConfigError(f"the gradient of '{slot.name}' is sparse", allowed="dense gradients", remedy="sparse=False in the embedding")
         if id(chunk) in self.issued:
@@ -122,3 +118,12 @@ class GradientReducer:
         """Takes the hooks off the parameters."""
         for handle in self.hooks:
             handle.remove()
+
+
+def backward_outside() -> ConfigError:
+    """The refusal of gradients that no `booster.backward` announced."""
+    return ConfigError(
+        "a backward ran outside of the booster, so its gradients cannot be reduced",
+        allowed="booster.step(batch), booster.forward_backward(batch) or booster.backward(loss, optimizer)",
+        remedy="replace loss.backward() by booster.backward(loss, optimizer)",
+    )
