@@ -170,7 +170,8 @@ def wait_for_keys(store: dist.Store, keys: list[str], seconds: float, doing: str
 
 
 def summary_of(error: BaseException) -> str:
-    return traceback.format_exception_only(error)[-1].strip().rstrip(".")
+    """The exception in one line."""
+    return traceback.format_exception_only(error)[-1].strip().splitlines()[0].rstrip(".")
 
 
 def peer_error(failure: Failure, doing: str) -> PeerError:

@@ -259,7 +259,7 @@ def _preparation() -> dict[str, Any]:
     """How a rank loads the program's own file, for functions that are defined in it."""
     preparation = multiprocessing.spawn.get_preparation_data("phalanx-rank")
     preparation.pop("authkey", None)  # may not travel, and ranks have no use for it
-    if not any(key.startswith("init_main_from") for key in preparation):
+    if "init_main_from_name" not in preparation and not os.path.isfile(preparation.get("init_main_from_path", "")):
         raise ConfigError("the function is defined in a program without a file", remedy="put it into a module")
     return preparation
 

@@ -242,12 +242,12 @@ def _finish_failed(ranks: list[RankProcess], store: dist.Store) -> int:
     deadline = time.monotonic() + LEAVE_S
     while time.monotonic() < deadline and any(rank.exit_code() is None for rank in ranks):
         time.sleep(POLL_S)
+    codes = {rank.rank: rank.exit_code() for rank in ranks}  # before those still alive are ended from here
     _end(ranks)
-    trace, code = first.traceback, 1
+    trace, code = first.traceback, codes.get(first.rank) or 1
     for rank in ranks:
         if rank.rank == first.rank:
             trace = rank.take_traceback() or trace
-            code = rank.exit_code() or 1
     print(f"rank {first.rank} failed: {first.summary}\n{trace}".rstrip(), file=sys.stderr, flush=True)
     return code if code > 0 else 128 - code
 
