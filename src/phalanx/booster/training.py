@@ -21,7 +21,7 @@ from phalanx.errors import ConfigError, ShapeError
 from phalanx.layout import split_range
 from phalanx.memory import StateEngine
 from phalanx.memory.reduction import backward_outside
-from phalanx.optim.elementwise import require_elementwise
+from phalanx.optim.elementwise import refuse_closure, require_elementwise
 from phalanx.optim.norm import clip_factor, local_power, norm_from_power
 from phalanx.optim.scale import LossScale
 
@@ -71,6 +71,7 @@ class Training:
 
         Raises: ConfigError for an optimizer that cannot work on shards exactly.
         """
+        refuse_closure(optimizer)
         if self.engine.policy.optimizer:
             require_elementwise(optimizer)
         self.group_names = move_to_shards(optimizer, self.engine)

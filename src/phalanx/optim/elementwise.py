@@ -28,6 +28,21 @@ def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
         raise _refusal(kind, "its update of one element depends on the others")
 
 
+def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer that evaluates the loss itself would run passes whose gradients nobody sums over ranks.
+
+    Raises: ConfigError where its step cannot do without a closure.
+    """
+    kind = type(optimizer)
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{kind.__name__}.step needs a closure",
+            allowed="optimizers that work with the gradients of booster.backward",
+            remedy=f"AdamW in place of {kind.__name__}",
+        )
+
+
 def _refusal(kind: type, why: str) -> ConfigError:
     return ConfigError(
         f"{kind.__name__} cannot be sharded: {why}",
