@@ -75,7 +75,8 @@ class FsdpEngine:
         self.shown: list[nn.Parameter] = []
         self.slots = [(self, slot) for slot in slots]
         for slot in slots:
-            slot.parameter, local = self.sharded[slot.name], self._local(self.sharded[slot.name])
+            slot.parameter = self.sharded[slot.name]
+            local = self._local(slot.parameter)
             slot.shard = nn.Parameter(local) if local.numel() else None
         self._watch_use()
         model.register_forward_pre_hook(self._begin_forward, prepend=True)
@@ -131,8 +132,7 @@ class FsdpEngine:
     # -- what PyTorch calls --------------------------------------------------------------------------------------------
 
     def _gather(self, index: int, out: torch.Tensor, shard: torch.Tensor) -> None:
-        if not self.held:
-            self.trace.visit(index)
+        self._visit(index)
         comm.all_gather(out, shard, self.axis)
 
     def _reduce(self, index: int, out: torch.Tensor, full: torch.Tensor) -> None:
@@ -142,8 +142,12 @@ class FsdpEngine:
                 allowed="booster.step(batch), booster.forward_backward(batch) or booster.backward(loss, optimizer)",
                 remedy="replace loss.backward() by booster.backward(loss, optimizer)",
             )
-        self.trace.visit(index)
+        self._visit(index)
         comm.reduce_scatter(out, full, self.axis)
+
+    def _visit(self, index: int) -> None:
+        if not self.held:
+            self.trace.visit(index)
 
     # -- one pass ------------------------------------------------------------------------------------------------------
 
@@ -164,7 +168,7 @@ class FsdpEngine:
     @contextmanager
     def backward(self, synchronise: bool = True) -> Iterator[None]:
         """Runs a backward inside; its gradients are summed over ranks whether or not `synchronise` asks for it."""
-        self.in_backward = True
+        self.in_backward, self.trace = True, self.traces[True]
         try:
             yield
         except BaseException:
@@ -172,7 +176,8 @@ class FsdpEngine:
             raise
         finally:
             self.in_backward = False
-        self.trace.end()
+        if not self.held:
+            self.trace.end()
 
     def _abandon(self) -> None:
         """After a pass that raised: forgets its state, so that the error is what the person sees and the next pass starts clean."""
@@ -334,17 +339,17 @@ def _separate_blocks(blocks: Sequence[tuple[str, nn.Module]], slots: Sequence[Sl
 
 def _only_dtypes(slots: Sequence[Slot], precision: Precision) -> DTypes:
     """The one set of dtypes of all parameters."""
-    kinds = {precision.for_parameter(slot.parameter.dtype): slot for slot in slots}
-    dtypes, slot = next(iter(kinds.items()))
+    kinds = {precision.for_parameter(slot.dtype): slot for slot in slots}
     if len(kinds) > 1:
         raise ConfigError(
             f"parameters of several kinds: {', '.join(f'{slot.name} is {slot.dtype}' for slot in kinds.values())}",
             allowed="one dtype in all of a model under fsdp",
             remedy="zero3, which takes mixed dtypes",
         )
+    dtypes = next(iter(kinds), precision.for_parameter(torch.float32))
     if dtypes.gradient != dtypes.master:
         raise ConfigError(
-            f"'{slot.name}' is {slot.dtype}, and fsdp would add its gradients up in that dtype",
+            f"'{kinds[dtypes].name}' is {kinds[dtypes].dtype}, and fsdp would add its gradients up in that dtype",
             allowed="float32 or float64 parameters under fsdp, or bf16 and fp16 as plan terms",
             remedy="fsdp+bf16, which keeps float32 beside the half weights",
         )
