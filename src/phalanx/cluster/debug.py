@@ -56,16 +56,32 @@ def compare(
     mine = Record(
         current.rank, operation, call_site, shape, str(tensor.dtype) if tensor is not None else "", detail, list(splits) if splits else None
     )
-    ranks = axis.ranks
     if peer is not None:
-        pair = (axis.ranks[axis.index], axis.ranks[peer])
-        ranks = pair if operation == "send" else pair[::-1]  # numbered apart for each direction
-    key = (*ranks, -1) if peer is not None else ranks
-    _sequence[key] += 1
-    records = _exchange(current.store, "-".join(map(str, key)), _sequence[key], mine, ranks)
-    difference = _pair_difference(records, ranks) if peer is not None else _difference(records, ranks)
+        _compare_message(current.store, axis, peer, mine)
+        return
+    _sequence[axis.ranks] += 1
+    number = _sequence[axis.ranks]
+    records = _exchange(current.store, "-".join(map(str, axis.ranks)), number, mine, axis.ranks)
+    difference = _difference(records, axis.ranks)
     if difference:
-        _raise(f"collective {_sequence[key]} on axis {axis.name}: {difference}")
+        _raise(f"collective {number} on axis {axis.name}: {difference}")
+
+
+def _compare_message(store: dist.Store, axis: Axis, peer: int, mine: Record) -> None:
+    """Compares a message with its other end, by whichever rank comes second: the first may have more to do before it waits."""
+    here, there = axis.ranks[axis.index], axis.ranks[peer]
+    pair = (here, there) if mine.operation == "send" else (there, here)
+    _sequence[(*pair, -1)] += 1
+    number = _sequence[(*pair, -1)]
+    place = f"debug/{pair[0]}>{pair[1]}/{number}"
+    store.set(f"{place}/{here}", json.dumps(asdict(mine)))
+    if not store.check([f"{place}/{there}"]):
+        return
+    records = {here: mine, there: Record(**json.loads(store.get(f"{place}/{there}")))}
+    sender, receiver = records[pair[0]], records[pair[1]]
+    differing = [name for name in ("shape", "dtype") if getattr(sender, name) != getattr(receiver, name)]
+    if differing:
+        _raise(f"message {number} on axis {axis.name}: {_tell(sender, receiver, differing)}")
 
 
 def _exchange(store: dist.Store, name: str, number: int, mine: Record, ranks: tuple[int, ...]) -> dict[int, Record]:
@@ -108,12 +124,6 @@ def _split_difference(records: dict[int, Record], ranks: tuple[int, ...]) -> str
                     f"call sites {records[sender].call_site} and {records[receiver].call_site}"
                 )
     return ""
-
-
-def _pair_difference(records: dict[int, Record], ranks: tuple[int, ...]) -> str:
-    sender, receiver = records[ranks[0]], records[ranks[1]]
-    differing = [name for name in ("shape", "dtype") if getattr(sender, name) != getattr(receiver, name)]
-    return _tell(sender, receiver, differing) if differing else ""
 
 
 def _tell(first: Record, other: Record, differing: list[str]) -> str:
