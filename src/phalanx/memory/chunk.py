@@ -294,7 +294,7 @@ class Chunk:
             return
         for slot in self.shards:
             assert slot.shard is not None
-            slot.shard.grad = self.gradient_view(slot) if slot.used else None
+            slot.shard.grad = self.gradient_view(slot).to(slot.shard.dtype) if slot.used else None
 
     def gradient_view(self, slot: Slot) -> torch.Tensor:
         """The summed gradient of what the optimizer holds of a parameter."""

@@ -19,7 +19,7 @@ from phalanx.layout import Layout, Piece
 from phalanx.memory.chunk import Chunk, Slot
 from phalanx.memory.partition import Unit, by_kind, find_units
 from phalanx.memory.policy import ZERO, Policy
-from phalanx.memory.reduction import GradientReducer
+from phalanx.memory.reduction import GradientReducer, sparse_gradient
 from phalanx.memory.stream import ParameterStream
 from phalanx.precision import DTypes, Precision
 
@@ -57,6 +57,9 @@ class StateEngine:
         self.by_name = {slot.name: (chunk, slot) for chunk, slot in self.slots}
         if fill is not None:
             fill(self._adopt_by_name)
+            for slot in (slot for _, slot in self.slots):
+                for module, attribute in slot.owners:
+                    module._parameters[attribute] = slot.parameter
         self.reducer = GradientReducer(self.chunks)
         self.stream: ParameterStream | None = None
         if self.policy.parameter:
@@ -77,7 +80,7 @@ class StateEngine:
     def _make_chunk(self, name: str, slots: list[Slot], dtypes: DTypes, policy: Policy, lazy: bool) -> Chunk:
         if lazy:
             for slot in slots:
-                self._replace_parameter(slot, dtypes)
+                self._give_memory(slot, dtypes)
         chunk = Chunk(name, slots, dtypes, policy, self.shard_axis, self.reduce_axis, self.device)
         if not lazy:
             for slot in slots:
@@ -91,18 +94,14 @@ class StateEngine:
             chunk.release()
         return chunk
 
-    def _replace_parameter(self, slot: Slot, dtypes: DTypes) -> None:
-        """Puts a parameter of this device in the place of one without memory, under every name the model has for it."""
-        old = slot.parameter
-        holder = torch.empty((), dtype=dtypes.compute, device=self.device).expand(old.shape)
-        slot.parameter = nn.Parameter(holder, requires_grad=old.requires_grad)
-        for module, attribute in slot.owners:
-            module._parameters[attribute] = slot.parameter
+    def _give_memory(self, slot: Slot, dtypes: DTypes) -> None:
+        """Makes a parameter of this device for one without memory, whose place in the model it takes once it has values."""
+        holder = torch.empty((), dtype=dtypes.compute, device=self.device).expand(slot.shape)
+        slot.parameter = nn.Parameter(holder, requires_grad=slot.parameter.requires_grad)
 
     def _adopt_by_name(self, name: str, value: torch.Tensor) -> None:
-        if name in self.by_name:
-            chunk, slot = self.by_name[name]
-            chunk.adopt(slot, value.to(self.device))
+        chunk, slot = self.by_name[name]
+        chunk.adopt(slot, value.to(self.device))
 
     # -- one pass ------------------------------------------------------------------------------------------------------
 
@@ -133,6 +132,8 @@ class StateEngine:
             if chunk.is_natural:
                 for slot in chunk.slots:
                     slot.used = slot.parameter.grad is not None
+                    if slot.used and slot.parameter.grad.is_sparse:  # type: ignore[union-attr]
+                        raise sparse_gradient(slot.name)
         if self.replica_axis.size > 1:
             sums = [chunk.reduced if chunk.policy.optimizer else chunk.gradient for chunk in self.chunks if chunk.is_reduced]
             for pending in [comm.all_reduce(part, self.replica_axis, wait=False) for part in sums if part is not None]:

@@ -67,7 +67,7 @@ class GradientReducer:
         if not self.in_backward:
             raise backward_outside()
         if gradient.is_sparse:
-            raise ConfigError(f"the gradient of '{slot.name}' is sparse", allowed="dense gradients", remedy="sparse=False in the embedding")
+            raise sparse_gradient(slot.name)
         if id(chunk) in self.issued:
             raise ConfigError(
                 f"a second gradient of '{slot.name}' arrived in one backward after its chunk was reduced",
@@ -127,3 +127,8 @@ def backward_outside() -> ConfigError:
         allowed="booster.step(batch), booster.forward_backward(batch) or booster.backward(loss, optimizer)",
         remedy="replace loss.backward() by booster.backward(loss, optimizer)",
     )
+
+
+def sparse_gradient(name: str) -> ConfigError:
+    """The refusal of a gradient that does not hold every element."""
+    return ConfigError(f"the gradient of '{name}' is sparse", allowed="dense gradients", remedy="sparse=False in the embedding")
