@@ -25,6 +25,7 @@ from phalanx.data import boost_loader
 from phalanx.errors import ConfigError
 from phalanx.memory import StateEngine
 from phalanx.memory.engine import broadcast_from_first
+from phalanx.memory.partition import clean_name
 from phalanx.optim.scale import LossScale
 from phalanx.plan import Plan
 from phalanx.precision import Precision
@@ -102,7 +103,7 @@ class Booster:
         if lr_scheduler is not None:
             training.scheduler = BoostedScheduler(lr_scheduler)
         if dataloader is not None:
-            dataloader = boost_loader(dataloader, axis=self.mesh.axis("dp"), seed=self.seed)
+            dataloader = boost_loader(dataloader, axis=self.mesh.axis("dp"), seed=self.seed, world=self.mesh.world)
             self.loaders.append(dataloader)
         self.trainings.append(training)
         self._wrap_generate(model, training.engine)
@@ -138,8 +139,19 @@ class Booster:
         )
 
     def _fill(self, model: nn.Module, receive: Callable[[str, torch.Tensor], None]) -> None:
-        materialize.replay(model, receive)
-        self._place_buffers(model, self.mesh.axis("dp", "cp"))
+        """Replays the construction of a lazy model: parameters go to `receive`, buffers to their place."""
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        data = self.mesh.axis("dp", "cp")
+
+        def place(name: str, value: torch.Tensor) -> None:
+            value = broadcast_from_first(value.to(self.world.device), data)
+            if name in parameters:
+                receive(clean_name(name), value)
+            else:
+                owner, _, attribute = name.rpartition(".")
+                model.get_submodule(owner)._buffers[attribute] = value
+
+        materialize.replay(model, place)
 
     def _place_buffers(self, model: nn.Module, axis: Axis) -> None:
         for module in model.modules():

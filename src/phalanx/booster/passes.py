@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -92,10 +93,27 @@ def cast_inputs(model: nn.Module, context: Context) -> nn.Module:
     return model
 
 
+def train_without_cache(model: nn.Module, context: Context) -> nn.Module:
+    """Training keeps no cache of keys and values: it costs memory, and with it `transformers` does not see document borders."""
+    if not hasattr(getattr(model, "config", None), "use_cache"):
+        return model
+    accepted = inspect.signature(model.forward).parameters
+    if "use_cache" not in accepted and not any(item.kind is inspect.Parameter.VAR_KEYWORD for item in accepted.values()):
+        return model
+
+    @torch._dynamo.disable
+    def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return args, {"use_cache": False, **kwargs} if module.training else kwargs
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    return model
+
+
 PASSES: tuple[Callable[[nn.Module, Context], nn.Module], ...] = (
     refuse_batch_dependence,
     plug_loss,
     recompute_blocks,
     enter_streams,
+    train_without_cache,
     cast_inputs,
 )
