@@ -8,7 +8,7 @@ from phalanx.cluster import comm, pool
 from phalanx.cluster.pool import RankError, run_ranks
 from phalanx.memory.chunk import Chunk
 from phalanx.plan import Plan
-from phalanx.verify.compare import compare, unequal_replicas
+from phalanx.verify.compare import QUANTITIES, compare, unequal_replicas
 from phalanx.verify.program import NamedModel
 from phalanx.verify.ranks import trace_plan
 from phalanx.verify.reference import Run, reference
@@ -81,7 +81,7 @@ def broken_trace(fault, plan):
 def verdict(fault, plan):
     traces = run_ranks(broken_trace, 2, fault, plan)
     differences = compare(reference(SOURCE, RUN), traces[0])
-    return Comparison.of(differences, precision="float64", tolerance=1e-9, replicas=unequal_replicas(traces))
+    return Comparison.of(differences, precision="float64", tolerance=dict.fromkeys(QUANTITIES, 1e-9), replicas=unequal_replicas(traces))
 
 
 def no_fault(monkeypatch):

@@ -37,7 +37,8 @@ class UserModel(nn.Module):
         self.register_buffer("num_calls", torch.zeros((), dtype=torch.long))
 
     def forward(self, tokens):
-        x = self.embedding(tokens) + self.shift
+        x = self.embedding(tokens)
+        x = x + self.shift.type_as(x)
         x = self.twice(x)
         for block in self.blocks:
             x = block(x)

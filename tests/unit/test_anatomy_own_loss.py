@@ -10,7 +10,7 @@ from phalanx.anatomy import own_loss
 from phalanx.errors import ConfigError, ShapeError
 from phalanx.precision import lift_to_float64
 from phalanx.verify import tiny
-from phalanx.verify.batches import make_batch, to_float64
+from phalanx.verify.batches import make_batch, map_floats
 from phalanx.verify.program import disable_dropout
 
 FAMILIES = ["tiny-llama", "tiny-gpt2", "tiny-bert", "tiny-vit", "tiny-t5", "tiny-bart", "tiny-whisper", "tiny-distilbert", "tiny-electra"]
@@ -84,7 +84,7 @@ def assert_cut_changes_nothing(model, batch):
 def test_cut_batches_give_the_loss_of_the_whole_one(name):
     torch.manual_seed(0)
     model, kind = tiny.build_tiny(name)
-    assert_cut_changes_nothing(model.double(), to_float64(make_batch(kind, model.config, 0)))
+    assert_cut_changes_nothing(model.double(), map_floats(torch.Tensor.double, make_batch(kind, model.config, 0)))
 
 
 @pytest.mark.parametrize(("model_type", "class_name", "kind"), HEADS)

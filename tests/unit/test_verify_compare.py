@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from phalanx.verify.compare import compare, unequal_replicas, unequal_start
+from phalanx.verify.compare import QUANTITIES, compare, unequal_replicas, unequal_start
 from phalanx.verify.report import Comparison, Report
 from phalanx.verify.trace import Trace, digest
 
@@ -28,7 +28,7 @@ def trace(**changes):
 
 
 def judge(found, **keywords):
-    return Comparison.of(compare(trace(), found), precision="float64", tolerance=1e-9, **keywords)
+    return Comparison.of(compare(trace(), found), precision="float64", tolerance=dict.fromkeys(QUANTITIES, 1e-9), **keywords)
 
 
 def test_equal_runs_are_equal():
@@ -101,9 +101,9 @@ def test_a_missing_gradient_is_one_of_zeros():
     for run in (found, expected):
         del run.gradients[0]["bias"]
     found.gradients[0]["bias"] = torch.zeros(2).double()
-    assert Comparison.of(compare(expected, found), precision="float64", tolerance=1e-9).ok
+    assert Comparison.of(compare(expected, found), precision="float64", tolerance=dict.fromkeys(QUANTITIES, 1e-9)).ok
     del found.gradients[0]["big"]
-    assert not Comparison.of(compare(expected, found), precision="float64", tolerance=1e-9).ok
+    assert not Comparison.of(compare(expected, found), precision="float64", tolerance=dict.fromkeys(QUANTITIES, 1e-9)).ok
 
 
 def test_replicas_must_agree_bit_for_bit():

@@ -112,9 +112,9 @@ def test_functions_of_files(user_file):
 def test_equal_sources_start_from_equal_weights(user_file):
     sources = [FileFunction(str(user_file), "whole"), NamedModel("tiny-gpt2")]
     for source in sources:
-        first, second = (digests(start_program(source, 0, float64=True).model.state_dict()) for _ in range(2))
+        first, second = (digests(start_program(source, Run(steps=2), float64=True).model.state_dict()) for _ in range(2))
         assert first == second
-        assert first != digests(start_program(source, 1, float64=True).model.state_dict())
+        assert first != digests(start_program(source, Run(seed=1), float64=True).model.state_dict())
 
 
 def test_the_reference_is_a_plain_loop(user_file):
@@ -122,7 +122,7 @@ def test_the_reference_is_a_plain_loop(user_file):
     run = Run(steps=2, lr=0.3, clip_norm=0.05)
     source = FileFunction(str(user_file), "by_step")
     trace = reference(source, run)
-    program = start_program(source, 0, float64=True)
+    program = start_program(source, Run(steps=2), float64=True)
     model = program.model
     for step in range(2):
         inputs, targets = program.batch(step)

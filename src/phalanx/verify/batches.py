@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -64,10 +64,10 @@ def _speech(config: Any, rows: int, generator: torch.Generator) -> dict[str, tor
     return {"input_features": torch.randn(rows, config.num_mel_bins, 2 * config.max_source_positions, generator=generator)}
 
 
-def to_float64(batch: Any) -> Any:
-    """The batch with its floating-point tensors in float64."""
+def map_floats(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
+    """The batch with `function` of every floating-point tensor in it, in nested mappings, lists and tuples."""
     if isinstance(batch, torch.Tensor):
-        return batch.double() if batch.is_floating_point() else batch
+        return function(batch) if batch.is_floating_point() else batch
     if isinstance(batch, Mapping):
-        return {key: to_float64(value) for key, value in batch.items()}
-    return type(batch)(to_float64(value) for value in batch) if isinstance(batch, tuple | list) else batch
+        return {key: map_floats(function, value) for key, value in batch.items()}
+    return type(batch)(map_floats(function, value) for value in batch) if isinstance(batch, tuple | list) else batch

@@ -45,6 +45,11 @@ def compare(expected: Trace, found: Trace, floor: float = 1e-6) -> list[Differen
     return differences
 
 
+def worst_of(differences: Sequence[Difference]) -> dict[str, float]:
+    """The largest error of each quantity."""
+    return {name: max((d.error for d in differences if d.quantity == name), default=0.0) for name in QUANTITIES}
+
+
 def unequal_replicas(ranks: Sequence[Trace]) -> str | None:
     """The first number that two ranks do not hold bit for bit alike, or None."""
     for name, value in ranks[0].digests.items():

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
-from phalanx.booster import Booster
+from phalanx.booster import Booster, Result
 from phalanx.cluster.launch import launch
 from phalanx.plan import Plan
 from phalanx.precision import lift_to_float64
 from phalanx.verify.program import Program, Source
 from phalanx.verify.reference import Run, start_program
-from phalanx.verify.trace import Trace, copy_of, digests
+from phalanx.verify.trace import Tensors, Trace, copy_of, digests
+
+MOST_RETRIES = 24
 
 
 def trace_plan(source: Source, plan: Plan, run: Run, options: dict[str, Any], float64: bool = True) -> Trace:
@@ -22,7 +24,7 @@ def trace_plan(source: Source, plan: Plan, run: Run, options: dict[str, Any], fl
     `options` go to the Booster as they are. Under `float64` casts to float32 inside the model are lifted.
     """
     world = launch()
-    program = start_program(source, run.seed, float64)
+    program = start_program(source, run, float64)
     with lift_to_float64() if float64 else nullcontext():
         trace = _trace(program, plan, run, options)
     return trace if world.rank == 0 else trace.only_digests()
@@ -35,10 +37,20 @@ def _trace(program: Program, plan: Plan, run: Run, options: dict[str, Any]) -> T
     _, optimizer, _, loader, _ = booster.boost(program.model, optimizer, program.criterion, batches, None)
     trace = Trace(start=digests(copy_of(booster.full_state_dict())))
     for batch in loader:
-        booster.forward_backward(batch)
-        trace.gradients.append(copy_of(booster.gradients()))
-        result = optimizer.step()
+        gradients, result = _step(booster, optimizer, batch)
+        trace.gradients.append(gradients)
         trace.losses.append(float(result.loss))
         trace.norms.append(float(result.grad_norm))
     trace.weights = copy_of(booster.full_state_dict())
     return trace.seal()
+
+
+def _step(booster: Booster, optimizer: Any, batch: Any) -> tuple[Tensors, Result]:
+    """One step in parts, to see its gradients; again where the loss scale of fp16 had to come down first."""
+    for _ in range(MOST_RETRIES):
+        booster.forward_backward(batch)
+        gradients = copy_of(booster.gradients())
+        result = optimizer.step()
+        if not (result.skipped and booster.precision.scales_loss):
+            break
+    return gradients, result

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from phalanx.precision import lift_to_float64
-from phalanx.verify.batches import to_float64
+from phalanx.verify.batches import map_floats
 from phalanx.verify.program import Functions, Program, Source, disable_dropout
 from phalanx.verify.trace import ExecutionOrder, Trace, copy_of, digests
 
@@ -32,15 +32,19 @@ class Run:
     forward: Forward | None = None
 
 
-def start_program(source: Source, seed: int, float64: bool) -> Program:
-    """The program with its start weights, which depend on the seed alone: in training mode, without dropout."""
-    torch.manual_seed(seed)
+def start_program(source: Source, run: Run, float64: bool) -> Program:
+    """The program before its first step: start weights and batches that depend on the seed alone, in training mode, without dropout.
+
+    Everything is made in the program's own precision, outside of any lift, and cast afterwards.
+    """
+    torch.manual_seed(run.seed)
     program = source.build()
     disable_dropout(program.model.train())
+    batches = [program.batch(step) for step in range(run.steps)]
     if float64:
         program.model.double()
-        return Program(program.model, program.criterion, lambda step: to_float64(program.batch(step)))
-    return program
+        batches = [map_floats(torch.Tensor.double, batch) for batch in batches]
+    return Program(program.model, program.criterion, batches.__getitem__)
 
 
 def reference(source: Source, run: Run) -> Trace:
@@ -48,7 +52,7 @@ def reference(source: Source, run: Run) -> Trace:
     key = (source, run)
     if key in _kept:
         return _kept[key]
-    program = start_program(source, run.seed, float64=True)
+    program = start_program(source, run, float64=True)
     with lift_to_float64():
         trace = _trace(program, run)
     if not isinstance(source, Functions):

@@ -8,16 +8,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from phalanx.verify.compare import QUANTITIES, Difference
+from phalanx.verify.compare import Difference, worst_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One plan against one process: `worst` has the largest relative error of each quantity; `replicas` the first number
-    that two ranks did not hold bit for bit alike. `first_difference` is the first in execution order that is above `tolerance`."""
+    """One plan against one process in one precision.
+
+    `worst` and `tolerance` have, for each quantity, the largest relative error and what is allowed. `first_difference` is the first
+    number in execution order above it, `replicas` the first that two ranks did not hold bit for bit alike.
+    """
 
     precision: str
-    tolerance: float
+    tolerance: dict[str, float]
     ok: bool
     worst_relative_error: float
     first_difference: str | None
@@ -25,10 +28,12 @@ class Comparison:
     replicas: str | None = None
 
     @classmethod
-    def of(cls, differences: Sequence[Difference], *, precision: str, tolerance: float, replicas: str | None = None) -> Comparison:
+    def of(
+        cls, differences: Sequence[Difference], *, precision: str, tolerance: dict[str, float], replicas: str | None = None
+    ) -> Comparison:
         """Sums up all compared numbers."""
-        worst = {name: max((d.error for d in differences if d.quantity == name), default=0.0) for name in QUANTITIES}
-        first = next((d for d in differences if not d.error <= tolerance), None)
+        worst = worst_of(differences)
+        first = next((d for d in differences if not d.error <= tolerance[d.quantity]), None)
         return cls(
             precision=precision,
             tolerance=tolerance,
@@ -86,8 +91,8 @@ class Report:
         verdict = "equal to one process" if self.ok else "NOT equal to one process"
         lines = [f"{self.model}, {self.plan} on {self.world} ranks, {self.steps} steps: {verdict} ({self.seconds:.1f} s)"]
         for comparison in self.comparisons:
-            lines.append(f"  {comparison.precision}, tolerance {comparison.tolerance:.0e}")
-            lines += [f"    {name:9} {error:.1e}" for name, error in comparison.worst.items()]
+            lines.append(f"  in {comparison.precision}, worst relative errors and what is allowed")
+            lines += [f"    {name:9} {error:.1e}  {comparison.tolerance[name]:.0e}" for name, error in comparison.worst.items()]
             lines.append(f"    replicas  {comparison.replicas or 'bit-equal'}")
             if comparison.first_difference:
                 lines.append(f"    first difference: {comparison.first_difference}")

@@ -11,10 +11,11 @@ from typing import Any
 
 from phalanx.cluster import comm, pool
 from phalanx.cluster.launch import launch
-from phalanx.cluster.mesh import Mesh
+from phalanx.cluster.mesh import Axis, Mesh
 from phalanx.errors import ConfigError, PhalanxError, PlanError
 from phalanx.plan import Plan
-from phalanx.verify.compare import compare, unequal_replicas, unequal_start
+from phalanx.verify.compare import QUANTITIES, compare, unequal_replicas, unequal_start
+from phalanx.verify.half import FLOOR, half_reference, half_tolerances
 from phalanx.verify.program import Functions, Source, find_source
 from phalanx.verify.ranks import trace_plan
 from phalanx.verify.reference import Forward, Run, reference
@@ -73,14 +74,15 @@ def verify_named(
 def verify_source(source: Source, plan: Plan | str, world: int | None, run: Run, options: dict[str, Any], timeout_s: float) -> Report:
     """`verify` for any source; under a launcher every rank calls it, and every rank gets the report."""
     begin = time.perf_counter()
-    plan = Plan.of(plan)
+    plan = Plan.from_toml(plan) if isinstance(plan, str) and plan.endswith(".toml") else Plan.of(plan)
     here = launch()
     if here.size > 1 and world not in (None, here.size):
         raise PlanError(f"world {world} was asked for and {here.size} ranks were launched", remedy=f"--world {here.size}, or no launcher")
     size = here.size if here.size > 1 else world or plan.default_world()
     plan.require(None, size)
-    machinery = replace(plan, precision="fp32")
-    comparisons = [_compare_float64(source, machinery, run, options, size, timeout_s)]
+    comparisons = [_compare(source, replace(plan, precision="fp32"), run, options, size, timeout_s)]
+    if plan.precision != "fp32":
+        comparisons.append(_compare(source, plan, run, options, size, timeout_s))
     return Report(
         model=source.name,
         plan=str(plan),
@@ -91,17 +93,33 @@ def verify_source(source: Source, plan: Plan | str, world: int | None, run: Run,
     )
 
 
-def _compare_float64(source: Source, plan: Plan, run: Run, options: dict[str, Any], world: int, timeout_s: float) -> Comparison:
-    expected = reference(source, run) if launch().rank == 0 else None
-    traces = _on_ranks(world, timeout_s, source, plan, run, options)
+def _compare(source: Source, plan: Plan, run: Run, options: dict[str, Any], world: int, timeout_s: float) -> Comparison:
+    """In float64 where the plan has no precision term, else in that precision."""
+    half = plan.precision != "fp32"
+    if launch().rank == 0:
+        exact = expected = reference(source, run)
+        if half:
+            expected = half_reference(source, run, plan.precision)
+    traces = _on_ranks(world, timeout_s, source, plan, run, options, not half)
+    if launch().rank > 0:  # launched beside rank 0, which tells the outcome
+        return comm.broadcast_object(None, _all_ranks(world))
     if difference := unequal_start(expected.start, traces[0].start):
         raise ConfigError(
             f"two builds of {source.name} differ in {difference} before the first step",
             allowed="a model function whose weights follow from torch.manual_seed",
             remedy="load the weights from a file inside it",
         )
-    differences = compare(expected, traces[0])
-    return Comparison.of(differences, precision="float64", tolerance=TOLERANCE, replicas=unequal_replicas(traces))
+    outcome = Comparison.of(
+        compare(expected, traces[0], FLOOR if half else 1e-6),
+        precision=plan.precision if half else "float64",
+        tolerance=half_tolerances(exact, expected, plan.precision) if half else dict.fromkeys(QUANTITIES, TOLERANCE),
+        replicas=unequal_replicas(traces),
+    )
+    return comm.broadcast_object(outcome, _all_ranks(world)) if launch().size > 1 else outcome
+
+
+def _all_ranks(world: int) -> Axis:
+    return Mesh({"dp": world, "pp": 1, "cp": 1, "tp": 1}).world
 
 
 def _on_ranks(world: int, timeout_s: float, source: Source, *arguments: Any) -> list:
@@ -111,7 +129,7 @@ def _on_ranks(world: int, timeout_s: float, source: Source, *arguments: Any) -> 
         _require_portable(source, arguments)
         pool.preload("phalanx.verify.ranks", *_loaded_models())
         return _run_ranks(world, timeout_s, source, *arguments)
-    return comm.gather_objects(trace_plan(source, *arguments), Mesh({"dp": here.size, "pp": 1, "cp": 1, "tp": 1}).world)
+    return comm.gather_objects(trace_plan(source, *arguments), _all_ranks(here.size))
 
 
 def _run_ranks(world: int, timeout_s: float, *arguments: Any) -> list:
