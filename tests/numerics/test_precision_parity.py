@@ -1,0 +1,40 @@
+"""Precision terms: the machinery equals one process in float64, and the plan equals one process in its own precision."""
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.verify import verify_named
+
+USER_FILE = Path(__file__).with_name("user_program.py")
+
+COVER = [
+    ("tiny-llama", "zero1+bf16", 2),
+    ("tiny-bert", "zero2+acc3+bf16", 3),
+    ("tiny-vit", "zero0+fp16", 2),
+    ("tiny-gpt2", "zero3+fp16", 4),
+    ("user-module", "zero3+bf16", 2),
+]
+MORE = [
+    (model, f"{stage}+{precision}", 3)
+    for model in ("tiny-llama", "tiny-gpt2", "tiny-bert", "tiny-vit", "user-module")
+    for stage in ("zero0", "zero1", "zero2", "zero3")
+    for precision in ("bf16", "fp16")
+]
+
+
+def check(model, plan, world):
+    report = verify_named(f"{USER_FILE}:build" if model == "user-module" else model, plan, world)
+    assert report.ok, str(report)
+    assert [comparison.precision for comparison in report.comparisons] == ["float64", plan[-4:]]
+
+
+@pytest.mark.parametrize(("model", "plan", "world"), COVER)
+def test_a_fixed_cover(model, plan, world):
+    check(model, plan, world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "plan", "world"), MORE)
+def test_every_stage(model, plan, world):
+    check(model, plan, world)
