@@ -36,16 +36,14 @@ def measure_pairs(plain: Step, ours: Step, pairs: int, warmup: int) -> list[dict
         ours(index)
     samples = []
     for index in range(warmup, warmup + pairs):
-        if index % 2:
-            sample = {"plain": timed(plain, index), "phalanx": timed(ours, index)}
-        else:
-            ours_first = timed(ours, index)
-            sample = {"plain": timed(plain, index), "phalanx": ours_first}
-        samples.append(sample)
+        turns = {"plain": plain, "phalanx": ours} if index % 2 else {"phalanx": ours, "plain": plain}
+        samples.append({side: timed(step, index) for side, step in turns.items()})
     return samples
 
 
-def compare(workload: str, precision: str, fused: bool, pairs: int) -> dict:
+def compare(workload: str, precision: str, pairs: int) -> dict:
+    """In fp32 both sides get the fused AdamW, so that its gain hides no overhead; in bf16 both get AdamW as people write it."""
+    fused = precision == "fp32"
     setting = Setting(workload=WORKLOADS[workload], precision=precision, rank=0, world=1)
     samples = measure_pairs(one_process(fused)(setting), phalanx(0, fused)(setting), pairs, warmup=3)
     ratios = [sample["phalanx"]["cpu_s"] / sample["plain"]["cpu_s"] for sample in samples]
@@ -89,11 +87,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--workload", default="thick", choices=list(WORKLOADS))
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
-    parser.add_argument("--unfused", action="store_true", help="AdamW as it comes on both sides, instead of the fused one")
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "bench-overhead.json", help="where all samples go")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    rows = [compare(options.workload, precision, not options.unfused, options.pairs) for precision in options.precisions]
+    rows = [compare(options.workload, precision, options.pairs) for precision in options.precisions]
     options.json.parent.mkdir(parents=True, exist_ok=True)
     record = {"commit": commit(), "machine": describe_machine(), "torch": torch.__version__, "rows": rows}
     options.json.write_text(json.dumps(record, indent=1))

@@ -56,7 +56,9 @@ def input_ids(workload: Workload, step: int, rank: int) -> torch.Tensor:
 
 
 def adamw(parameters, fused: bool) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=fused)
+    """With the fused kernel, or with nothing said about it."""
+    options = {"fused": True} if fused else {}
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **options)
 
 
 def num_parameters() -> dict[str, int]:
