@@ -10,6 +10,7 @@ from torch import nn
 
 from phalanx.anatomy import own_loss
 from phalanx.errors import ConfigError
+from phalanx.memory.stream import tensors_in
 
 Forward = Callable[[nn.Module, Any], Any]
 Count = Callable[[Any], Any]
@@ -29,9 +30,7 @@ class Objective:
     def __call__(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (loss_sum, count) as scalars; loss_sum has at least float32 and is 0 with gradient 0 where count is 0."""
         loss, count = self._with_criterion(model, batch) if self.criterion else self._with_own_loss(model, batch)
-        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            found = f"the loss is a {type(loss).__name__}" + (f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else "")
-            raise ConfigError(found, allowed="a scalar tensor, or (loss_sum, count)", remedy="loss.sum() together with its count")
+        _require_scalar(loss)
         if loss.dtype in (torch.bfloat16, torch.float16):
             loss = loss.float()
         return loss, torch.as_tensor(count, device=loss.device).double()
@@ -44,6 +43,7 @@ class Objective:
         if isinstance(loss, tuple):
             return loss
         count = self._count(batch)
+        _silence_without_count(output, count)
         return _sum_of_mean(loss, count), count
 
     def _with_own_loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
@@ -81,8 +81,28 @@ def _loss_of(output: Any) -> torch.Tensor:
     return loss
 
 
+def _require_scalar(loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        found = f"the loss is a {type(loss).__name__}" + (f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else "")
+        raise ConfigError(found, allowed="a scalar tensor, or (loss_sum, count)", remedy="loss.sum() together with its count")
+
+
+def _silence_without_count(output: Any, count: torch.Tensor) -> None:
+    """Gives the output gradient 0 where the mean is over nothing: a mean written by hand is then 0 / 0, and 0 times its slope is NaN.
+
+    Cost: on a processor none where something counts; on a device one pass over the output's gradient, and no host read.
+    """
+    if count.device.type == "cpu" and count > 0:
+        return
+    for tensor in tensors_in(output):
+        if tensor.requires_grad:
+            is_counted = count.to(tensor.device) > 0
+            tensor.register_hook(lambda gradient, keep=is_counted: torch.where(keep, gradient, torch.zeros_like(gradient)))
+
+
 def _sum_of_mean(loss: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     """The sum behind a mean; 0 with gradient 0 where the mean is over nothing."""
+    _require_scalar(loss)
     if loss.dtype in (torch.bfloat16, torch.float16):
         loss = loss.float()
     count = count.to(loss.device)

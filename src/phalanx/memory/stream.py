@@ -6,6 +6,7 @@ computes, the next one is gathered. A rank that leaves the order alone is found 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from phalanx.cluster.mesh import Axis
 from phalanx.memory.chunk import Chunk, Slot
 from phalanx.memory.foreign import ForeignReads
 from phalanx.memory.partition import Unit
+
+_numbers = itertools.count(1)
 
 
 class Trace:
@@ -67,8 +70,10 @@ class ParameterStream:
         self.axis = axis
         self.depth = 0
         self.held = 0
-        self.forward = {grad: Trace("forward" if grad else "evaluation", axis, self.units) for grad in (True, False)}
-        self.backward = Trace("backward", axis, self.units)
+        number = next(_numbers)  # ranks boost models in the same order, so they agree about each model's number
+        self.forward = {grad: Trace(f"model {number} {'forward' if grad else 'evaluation'}", axis, self.units) for grad in (True, False)}
+        self.backward = Trace(f"model {number} backward", axis, self.units)
+        self.in_backward = False
         self.pinned: list[Chunk] = []
         self.watch: ForeignReads | None = None
         self.streamed = {id(chunk) for unit in self.units for chunk in unit.chunks}
@@ -88,6 +93,8 @@ class ParameterStream:
             return
         trace = self.forward[torch.is_grad_enabled()]
         trace.begin()
+        if not self.in_backward:  # another model's loss may go through this one, and then nobody announces its backward
+            self.backward.begin()
         for chunk in self.pinned:
             chunk.gather()
         if trace.number == 1 and not _is_compiled(module):
@@ -153,6 +160,7 @@ class ParameterStream:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
+        self.in_backward = True
         self.backward.begin()
 
     def _before_backward(self, index: int) -> None:
@@ -171,6 +179,7 @@ class ParameterStream:
             self._let_go(chunk)
 
     def end_backward(self) -> None:
+        self.in_backward = False
         self.backward.end()
         self.release_all()
 
