@@ -43,14 +43,17 @@ def measure() -> dict[str, tuple[int, int]]:
     seen = {}
     for name in OPERATIONS:
         calls[name]()
-        comm.barrier(axis)
-        before = _sent_bytes()
-        comm.barrier(axis)
-        with comm.ledger.record() as rows:
-            calls[name]()
-        comm.barrier(axis)
-        comm.barrier(axis)
-        seen[name] = (sum(row[4] for row in rows), _sent_bytes() - before)
+        sent = []
+        for _ in range(3):
+            comm.barrier(axis)
+            before = _sent_bytes()
+            comm.barrier(axis)
+            with comm.ledger.record() as rows:
+                calls[name]()
+            comm.barrier(axis)
+            comm.barrier(axis)
+            sent.append(_sent_bytes() - before)
+        seen[name] = (sum(row[4] for row in rows), min(sent))  # a loaded machine may send a packet again
     return seen
 
 
