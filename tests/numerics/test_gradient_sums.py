@@ -199,7 +199,9 @@ def poisoned_step(plan):
     model = build(torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    model, optimizer, _, _, scheduler = booster.boost(model, optimizer, sum_and_count, None, scheduler)
+    # Small enough that fp16 does not overflow before it is made to.
+    criterion = lambda output, target: (0.01 * (output - target).square().sum(), len(target))  # noqa: E731
+    model, optimizer, _, _, scheduler = booster.boost(model, optimizer, criterion, None, scheduler)
     seen = []
     for step in range(3):
         model.poison = step == 1 and booster.mesh.index("dp") == 1

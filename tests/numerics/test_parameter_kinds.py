@@ -162,5 +162,5 @@ def test_the_first_loss_is_that_of_the_weights_that_were_given(plan):
     loss, count = sum_and_count(build()(inputs), target)
     for same, evaluated, trained in run_ranks(train_and_evaluate, 2, plan):
         assert same
-        assert evaluated == pytest.approx(float(loss) / count, rel=1e-12)
-        assert trained == pytest.approx(float(loss) / count, rel=1e-12)
+        assert evaluated == pytest.approx(loss.item() / count, rel=1e-12)
+        assert trained == pytest.approx(loss.item() / count, rel=1e-12)

@@ -87,7 +87,10 @@ class Functions:
         return getattr(self.model_fn, "__qualname__", type(self.model_fn).__name__)
 
     def build(self) -> Program:
-        return Program(self.model_fn(), self.criterion, _batches(self.batch_fn, self.rows))
+        model = self.model_fn()
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"{self.name}() returned a {type(model).__name__}", allowed="a model, that is an nn.Module")
+        return Program(model, self.criterion, _batches(self.batch_fn, self.rows))
 
 
 def find_source(name: str, rows: int | None = None) -> Source:

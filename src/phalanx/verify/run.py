@@ -80,6 +80,8 @@ def verify_source(source: Source, plan: Plan | str, world: int | None, run: Run,
         raise PlanError(f"world {world} was asked for and {here.size} ranks were launched", remedy=f"--world {here.size}, or no launcher")
     size = here.size if here.size > 1 else world or plan.default_world()
     plan.require(None, size)
+    if here.size == 1:
+        _require_portable(source, run, options)
     comparisons = [_compare(source, replace(plan, precision="fp32"), run, options, size, timeout_s)]
     if plan.precision != "fp32":
         comparisons.append(_compare(source, plan, run, options, size, timeout_s))
@@ -126,7 +128,6 @@ def _on_ranks(world: int, timeout_s: float, source: Source, *arguments: Any) -> 
     """The traces of all ranks: of fresh local ones, or of those that the launcher started."""
     here = launch()
     if here.size == 1:
-        _require_portable(source, arguments)
         pool.preload("phalanx.verify.ranks", *_loaded_models())
         return _run_ranks(world, timeout_s, source, *arguments)
     return comm.gather_objects(trace_plan(source, *arguments), _all_ranks(here.size))
@@ -147,7 +148,7 @@ def _loaded_models() -> list[str]:
     return [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
 
 
-def _require_portable(source: Source, arguments: tuple) -> None:
+def _require_portable(source: Source, *arguments: Any) -> None:
     try:
         pickle.dumps((source, *arguments))
     except Exception as error:
