@@ -95,7 +95,9 @@ def predicted_memory(model: torch.nn.Module, batch: BatchSettings, plan: Plan, w
     row_bytes = activation_bytes_of_a_row(model, {"input_ids": tokens, "labels": tokens})
     activations = scale_activations(row_bytes, 1, batch.rows, plan, data_size)
     found = predict(sum(chunk_sizes(model)), chunk_sizes(model), plan, data_size, activation_bytes=activations)
-    return StepMemory(sum(found[kind] for kind in ("parameter", "gradient", "optimizer")), found["total"])
+    # Gradients go after each step; the buffers that parameters and gradients are gathered in stay for the next.
+    kept = ("parameter", "optimizer", "gathered_parameters", "gathered_gradient")
+    return StepMemory(sum(found[kind] for kind in kept), found["total"])
 
 
 def chunk_sizes(model: torch.nn.Module) -> list[int]:
