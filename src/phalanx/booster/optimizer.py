@@ -97,6 +97,8 @@ def use_fused_kernels(optimizer: Optimizer) -> None:
     """
     if not getattr(type(optimizer), "__module__", "").startswith("torch.optim"):
         return
+    if any(group.get("momentum") for group in optimizer.param_groups):
+        return  # the fused form of momentum cannot start for a parameter that joins later, as an unfrozen one does
     for group in optimizer.param_groups:
         chosen = group.get("fused", False) is not None or group.get("foreach") is not None
         plain = all(parameter.is_floating_point() for parameter in group["params"])
