@@ -48,7 +48,7 @@ def main() -> None:
     model = Classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loader = DataLoader(rings(1500), batch_size=50, shuffle=True)  # the global batch, whatever the number of processes
-    model, optimizer, criterion, loader, _ = booster.boost(model, optimizer, nn.functional.cross_entropy, loader)
+    model, optimizer, _criterion, loader, _ = booster.boost(model, optimizer, nn.functional.cross_entropy, loader)
 
     step = 0
     while step < arguments.steps:

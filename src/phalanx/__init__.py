@@ -1,12 +1,12 @@
 """Phalanx: ordinary PyTorch in, one plan, the same numbers on any number of devices.
 
-    import phalanx as px
+import phalanx as px
 
-    px.launch()
-    booster = px.Booster("zero2+bf16", clip_norm=1.0)
-    model, optimizer, criterion, dataloader, lr_scheduler = booster.boost(model, optimizer, criterion, dataloader, lr_scheduler)
-    for batch in dataloader:
-        result = booster.step(batch)
+px.launch()
+booster = px.Booster("zero2+bf16", clip_norm=1.0)
+model, optimizer, criterion, dataloader, lr_scheduler = booster.boost(model, optimizer, criterion, dataloader, lr_scheduler)
+for batch in dataloader:
+    result = booster.step(batch)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HOME = {
     "lazy": "phalanx.materialize",
     "verify": "phalanx.verify",
 }
-__all__ = sorted(_HOME)  # noqa: PLE0605
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -70,7 +70,7 @@ def frozen(plan):
     start = weights(make())
     errors = {}
     for kind in (sgd, lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2)):
-        error, booster, model, optimizer = error_of(plan, make, 4, freeze, kind)
+        error, booster, _model, optimizer = error_of(plan, make, 4, freeze, kind)
         full = booster.full_state_dict()
         for name in ("embed.weight", "blocks.2.up.weight"):
             assert torch.equal(full[name], start[name])
@@ -359,7 +359,7 @@ def refused(plan):
     model.embed.sparse = True
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     try:
-        booster, model, optimizer = boost(plan, model, sgd(model))
+        booster, model, _optimizer = boost(plan, model, sgd(model))
         booster.step(local(batch()))
     except ConfigError as error:
         messages["sparse"] = str(error)

@@ -1,6 +1,7 @@
 """Norms and clipping, gradients that are not finite, the loss scale, and what accumulates in which dtype."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -135,7 +136,7 @@ def scales(stage):
     """The scale after each of six steps with an overflow in the third, and the loss of each."""
     model = Spoiled(decoder(dtype=torch.float32, layers=2))
     booster = px.Booster(plugin=Scaler(f"{stage}+fp16", initial_scale=2.0**16, growth_interval=2, growth_factor=4.0))
-    model, optimizer, *_ = booster.boost(model, sgd(model, lr=1e-3), criterion)
+    model, _optimizer, *_ = booster.boost(model, sgd(model, lr=1e-3), criterion)
     seen = []
     for step in range(6):
         model.value = math.inf if step == 2 and booster.world.rank == 0 else 0.0
@@ -149,7 +150,7 @@ def test_the_loss_scale_is_one_number_and_grows(stage):
     first, *others = run_ranks(scales, 3, stage)
     assert all(other == first for other in others)
     values = [value for value, _, _ in first]
-    assert [later / earlier for earlier, later in zip(values, values[1:])] == [4.0, 0.5, 1.0, 4.0, 1.0]
+    assert [later / earlier for earlier, later in itertools.pairwise(values)] == [4.0, 0.5, 1.0, 4.0, 1.0]
     norms = [norm for _, _, norm in first if norm is not None]
     assert max(norms) < 3 * min(norms)  # the norm is that of the unscaled gradients
 
@@ -164,7 +165,7 @@ def float_logits(logits, rows):
 def accumulated(plan):
     """The error of a gradient summed over 64 passes in bfloat16, against a float32 sum of the same bfloat16 gradients."""
     model = decoder(dtype=torch.float32, layers=2)
-    booster, model, optimizer = boost(plan, model, sgd(model), float_logits)
+    booster, model, _optimizer = boost(plan, model, sgd(model), float_logits)
     reference = decoder(dtype=torch.float32, layers=2).bfloat16()
     world = booster.world
     sums, count = {}, 0

@@ -26,7 +26,7 @@ def kinds_match(plan):
     for name, make in KINDS.items():
         reference, model = decoder(layers=2), decoder(layers=2)
         plain = make(reference.parameters())
-        booster, model, boosted = boost(plan, model, make(model.parameters()))
+        booster, model, _boosted = boost(plan, model, make(model.parameters()))
         for step in range(3):
             plain_step(reference, plain, [batch(step)])
             booster.step(local(batch(step)))
@@ -67,7 +67,7 @@ def whole_matrix_kinds(plan):
     for name, make in kinds.items():
         reference, model = decoder(layers=2), decoder(layers=2)
         try:
-            booster, model, boosted = boost(plan, model, make(model))
+            booster, model, _boosted = boost(plan, model, make(model))
             plain = make(reference)
             for step in range(2):
                 booster.step(local(batch(step)))

@@ -33,8 +33,8 @@ def generating(plan, streamed):
     for generates in (False, True):
         model = llama()
         booster = px.Booster(plan)
-        model, optimizer, *_ = booster.boost(model, sgd(model))
-        told = []
+        model, _optimizer, *_ = booster.boost(model, sgd(model))
+        told, full = [], {}
         for step in range(3):
             rows = local(words_and_labels(step))
             if generates:
@@ -63,9 +63,9 @@ def test_generation_inside_training(plan, world, streamed):
 def evaluating(plan):
     """Evaluation of ragged batches counts each label once, draws no random number, and leaves mode and training as they were."""
     model, reference = decoder(dropout=0.3, layers=2), decoder(dropout=0.3, layers=2).eval()
-    booster, model, optimizer = boost(plan, model, sgd(model))
+    booster, model, _optimizer = boost(plan, model, sgd(model))
     other = decoder(dropout=0.3, layers=2)
-    other_booster, other, other_optimizer = boost(plan, other, sgd(other))
+    other_booster, other, _other_optimizer = boost(plan, other, sgd(other))
     errors = []
     for rows in (8, 3, 1):
         full = batch(rows, rows)
@@ -181,14 +181,16 @@ def lazy(plan):
         else:
             model = llama(tie_word_embeddings=True)
         booster = px.Booster(plan)
-        model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        model, _optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
         start = booster.full_state_dict()
         losses = [booster.step(local(words_and_labels(step))).loss for step in range(2)]
         outcome.append((losses, start, booster.full_state_dict()))
     (losses, start, full), (lazy_losses, lazy_start, lazy_full) = outcome
     assert set(start) == set(lazy_start)
     assert not replicas_differ(lazy_full)
-    return losses == lazy_losses and all(torch.equal(start[name], lazy_start[name]) and torch.equal(full[name], lazy_full[name]) for name in full)
+    return losses == lazy_losses and all(
+        torch.equal(start[name], lazy_start[name]) and torch.equal(full[name], lazy_full[name]) for name in full
+    )
 
 
 @pytest.mark.parametrize("plan", [*STAGES, "zero1+bf16", "zero3+bf16"])
@@ -204,7 +206,7 @@ def second_model_leaves_the_order():
     first, second = decoder(0), decoder(1)
     booster = px.Booster("zero3")
     first, *_ = booster.boost(first, sgd(first), criterion)
-    second, second_optimizer, *_ = booster.boost(second, sgd(second), criterion)
+    second, _second_optimizer, *_ = booster.boost(second, sgd(second), criterion)
     for step in range(2):
         booster.step(local(batch(step)), first)
     if booster.world.rank == 1:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from booster_programs import STAGES, WIDTH, WORDS, batch, boost, criterion, decoder, local, sgd
+from booster_programs import STAGES, WIDTH, WORDS, batch, boost, criterion, decoder, local
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -107,7 +107,7 @@ def run_with_lost_streams(*args):
 def incomplete(folder):
     """Loading into a run that has other parts: the messages."""
     model = decoder(dtype=torch.float32, layers=2)
-    booster, model, optimizer = boost("zero1", model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    booster, model, _optimizer = boost("zero1", model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     booster.step(local(batch()))
     booster.save(folder)
     messages = []
@@ -179,7 +179,7 @@ def tiny_llama(tied=True):
 def exported(plan, folder, tied):
     model = tiny_llama(tied)
     booster = Booster(plan)
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    model, _optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     for step in range(2):
         booster.step({"input_ids": local(batch(step))["words"], "labels": local(batch(step))["labels"]})
     booster.save_model(folder, format="huggingface")

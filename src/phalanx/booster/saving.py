@@ -280,4 +280,3 @@ def save_state(state: dict[str, Any], path: Path, axis: Axis) -> None:
 
 def load_state(path: Path, axis: Axis) -> dict[str, Any]:
     return load(path, [], axis)[0]
-

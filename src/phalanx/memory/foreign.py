@@ -42,4 +42,6 @@ class ForeignReads(TorchFunctionMode):
                 self._look_at(item)
 
 
-_QUESTIONS = frozenset({"__get__", "__set__", "size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "requires_grad_", "__hash__"})
+_QUESTIONS = frozenset(
+    {"__get__", "__set__", "size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "requires_grad_", "__hash__"}
+)
