@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from phalanx.booster.objective import Objective
-from phalanx.booster.optimizer import BoostedOptimizer, BoostedScheduler, move_to_shards, use_fused_kernels
+from phalanx.booster.optimizer import BoostedOptimizer, BoostedScheduler, move_to_shards, step_scaled, use_fused_kernels
 from phalanx.booster.result import Result
+from phalanx.booster.rhythm import Rhythm
 from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
 from phalanx.data import num_rows, spare_row, take_rows
@@ -64,6 +65,7 @@ class Training:
         self.num_steps = self.skipped_total = 0
         self.spare: Any = None
         self.scale_is_fitted = scale.growth == 1.0
+        self.rhythm = Rhythm(data_axis)
         self._forget()
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -83,6 +85,7 @@ class Training:
         self.count = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         self.agreed: Agreed | None = None
         self.num_backwards = 0
+        self.rhythm.restart()
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
@@ -101,6 +104,8 @@ class Training:
                 allowed="optimizer.step() or optimizer.zero_grad() after booster.gradients()",
                 remedy="call booster.gradients() after the last backward",
             )
+        if synchronise or self.engine.policy.gradient:
+            self.rhythm.backward()
         if not self.scale_is_fitted:
             self._fit_scale(count)
         with self.engine.backward(synchronise):
@@ -179,6 +184,7 @@ class Training:
         """Sums gradients, losses, counts and the norm over all ranks; the one host read of a step."""
         if self.agreed is not None:
             return self.agreed
+        self.rhythm.step()
         engine = self.engine
         engine.finish_gradients()
         if not self.num_backwards and any(engine.used_flags()):
@@ -234,10 +240,7 @@ class Training:
     def _update(self, factor: float) -> None:
         assert self.optimizer is not None
         self.engine.expose_gradients()
-        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if factor != 1.0 and gradients:
-            torch._foreach_mul_(gradients, factor)
-        self.optimizer.inner.step()
+        step_scaled(self.optimizer.inner, factor)
         self.engine.publish()
 
     def clear(self) -> None:
