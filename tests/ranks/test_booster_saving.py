@@ -1,5 +1,8 @@
 """A run that is saved and taken up by new processes equals one that never stopped; models go out and come back whole."""
 
+import contextlib
+import io
+
 import pytest
 import torch
 from booster_programs import STAGES, WIDTH, WORDS, batch, boost, criterion, decoder, local
@@ -141,6 +144,22 @@ def test_a_part_that_is_missing_is_named(tmp_path):
 # -- weights alone -----------------------------------------------------------------------------------------------------
 
 
+def told_while_loading(plan, folder):
+    """What the log says when a run of another number of ranks is taken up."""
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        run(plan, 2, 3, load_from=folder)
+    return told.getvalue()
+
+
+def test_another_number_of_ranks_starts_its_random_streams_anew_and_says_so(tmp_path):
+    folder = str(tmp_path / "run")
+    run_ranks(run, 2, "zero2", 0, 2, None, folder)
+    assert run_ranks(told_while_loading, 2, "zero1", folder) == ["", ""]
+    first, *others = run_ranks(told_while_loading, 3, "zero1", folder)
+    assert "saved by another number of ranks: random streams (dropout) start anew from the seed" in first
+    assert others == ["", ""]
+
+
 def weights_alone(plan, folder):
     """Training, other weights, a step with lr 0: whether the weights are the loaded ones, in master dtype and as the model computes."""
     source = decoder(7, dtype=torch.float32, layers=2)
@@ -187,7 +206,7 @@ def exported(plan, folder, tied):
     return booster.full_state_dict()
 
 
-@pytest.mark.parametrize(("plan", "tied"), [("zero0", True), ("zero2+bf16", True), ("zero3", True), ("zero3", False)])
+@pytest.mark.parametrize(("plan", "tied"), [("zero0", True), ("zero2+bf16", True), ("zero3", True), ("zero3", False), ("fsdp", False)])
 def test_models_go_out_in_the_form_of_transformers(tmp_path, plan, tied):
     from transformers import LlamaForCausalLM
 
@@ -197,6 +216,7 @@ def test_models_go_out_in_the_form_of_transformers(tmp_path, plan, tied):
         assert set(model.state_dict()) == set(full)
         assert all(torch.equal(model.state_dict()[name], value) for name, value in full.items())
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+        assert model.config.architectures == ["LlamaForCausalLM"]
 
 
 # -- dtypes and other names --------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.layout import Layout, Piece
+from phalanx.log import get_logger
 from phalanx.memory.partition import clean_name
 
 if TYPE_CHECKING:
@@ -64,6 +65,10 @@ def load_run(booster: Booster, path: Path) -> None:
     if local_state is not None:
         booster.streams.load_state_dict(local_state["streams"])
         torch.set_rng_state(local_state["torch"])
+        return
+    booster.streams.load_state_dict({"seed": booster.seed, "streams": {}})
+    if axis.index == 0:
+        get_logger().warning(f"{path} was saved by another number of ranks: random streams (dropout) start anew from the seed")
 
 
 def _peek_state(path: Path, axis: Axis) -> dict[str, Any]:
@@ -169,10 +174,18 @@ def _export_weights(training: Training) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _save_configuration(model: nn.Module, path: Path) -> None:
+    """The model's configurations; the first names the class that reads the model back."""
     for part in ("config", "generation_config"):
         configuration = getattr(model, part, None)
         if hasattr(configuration, "save_pretrained"):
+            if part == "config":
+                configuration.architectures = [_class_of(model).__name__]
             configuration.save_pretrained(path)
+
+
+def _class_of(model: nn.Module) -> type:
+    """The person's class; `fully_shard` puts a class of PyTorch's own before it."""
+    return next((kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch.")), type(model))
 
 
 def load_model(training: Training, path: Path) -> None:

@@ -16,7 +16,7 @@ from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
 from phalanx.errors import ConfigError
 from phalanx.layout import Layout, Piece
-from phalanx.memory.chunk import Chunk, Slot
+from phalanx.memory.chunk import Chunk, Slot, as_real
 from phalanx.memory.partition import Unit, by_kind, find_units
 from phalanx.memory.policy import ZERO, Policy
 from phalanx.memory.reduction import GradientReducer, sparse_gradient
@@ -136,7 +136,7 @@ class StateEngine:
                         raise sparse_gradient(slot.name)
         if self.replica_axis.size > 1:
             sums = [chunk.reduced if chunk.policy.optimizer else chunk.gradient for chunk in self.chunks if chunk.is_reduced]
-            for pending in [comm.all_reduce(part, self.replica_axis, wait=False) for part in sums if part is not None]:
+            for pending in [comm.all_reduce(as_real(part), self.replica_axis, wait=False) for part in sums if part is not None]:
                 pending.wait()
 
     def used_flags(self) -> list[bool]:
@@ -229,15 +229,6 @@ class StateEngine:
         comm.all_gather(whole, part.contiguous(), self.shard_axis).wait()
         return whole
 
-    def set_master(self, name: str, value: torch.Tensor) -> None:
-        """Gives a parameter a new value everywhere this rank keeps it. `publish_all` afterwards shows it to the model."""
-        chunk, slot = self.by_name[name]
-        value = value.to(self.device, chunk.dtypes.master)
-        if not chunk.policy.optimizer:
-            slot.view(chunk.master).copy_(value)
-        else:
-            chunk.shard_view(slot, chunk.master).copy_(value.reshape(-1)[slice(*chunk.local_run(slot))])
-
     def publish_all(self) -> None:
         """Like `publish`, for frozen parameters too: after masters were changed from outside."""
         for chunk in self.chunks:
@@ -274,11 +265,7 @@ class StateEngine:
 
     def _refuse_sharded_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self.stream is not None and not self.stream.held:
-            raise ConfigError(
-                "model.state_dict() would hold no values: the parameters are sharded",
-                allowed="booster.full_state_dict(), booster.save_model(path) or booster.save(path)",
-                remedy="booster.full_state_dict()",
-            )
+            raise sharded_state_dict()
 
 
 def broadcast_from_first(value: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -288,3 +275,12 @@ def broadcast_from_first(value: torch.Tensor, axis: Axis) -> torch.Tensor:
     value = value.clone(memory_format=torch.contiguous_format)
     comm.broadcast(value, axis, source=0).wait()
     return value
+
+
+def sharded_state_dict() -> ConfigError:
+    """The refusal of `model.state_dict()` while a rank has no whole parameters."""
+    return ConfigError(
+        "model.state_dict() would hold no values: the parameters are sharded",
+        allowed="booster.full_state_dict(), booster.save_model(path) or booster.save(path)",
+        remedy="booster.full_state_dict()",
+    )

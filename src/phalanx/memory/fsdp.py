@@ -23,9 +23,10 @@ from phalanx.cluster.mesh import Axis, group_of
 from phalanx.errors import ConfigError
 from phalanx.layout import Layout, Piece
 from phalanx.memory.chunk import Slot
-from phalanx.memory.engine import broadcast_from_first
+from phalanx.memory.engine import broadcast_from_first, sharded_state_dict
 from phalanx.memory.partition import Unit, find_slots
 from phalanx.memory.policy import ZERO
+from phalanx.memory.reduction import backward_outside
 from phalanx.memory.stream import Trace
 from phalanx.precision import DTypes, Precision
 
@@ -137,11 +138,7 @@ class FsdpEngine:
 
     def _reduce(self, index: int, out: torch.Tensor, full: torch.Tensor) -> None:
         if not self.in_backward:
-            raise ConfigError(
-                "a backward ran outside of the booster, so its gradients cannot be normalised",
-                allowed="booster.step(batch), booster.forward_backward(batch) or booster.backward(loss, optimizer)",
-                remedy="replace loss.backward() by booster.backward(loss, optimizer)",
-            )
+            raise backward_outside()
         self._visit(index)
         comm.reduce_scatter(out, full, self.axis)
 
@@ -318,11 +315,7 @@ class FsdpEngine:
 
     def _refuse_sharded_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not self.held:
-            raise ConfigError(
-                "model.state_dict() would hold no values: the parameters are sharded",
-                allowed="booster.full_state_dict(), booster.save_model(path) or booster.save(path)",
-                remedy="booster.full_state_dict()",
-            )
+            raise sharded_state_dict()
 
 
 def _separate_blocks(blocks: Sequence[tuple[str, nn.Module]], slots: Sequence[Slot]) -> list[Unit]:
