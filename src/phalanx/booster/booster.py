@@ -122,14 +122,17 @@ class Booster:
             from phalanx.memory.fsdp import FsdpEngine
 
             return FsdpEngine(model, layer_stacks(model), precision=self.precision, axis=data, device=self.world.device)
-        replicas, shards = self.mesh.split(data, self.plan.zero_group or data.size)
+        stage, group = self.plan.zero, self.plan.zero_group or data.size
+        if group == 1:  # shards in groups of one are whole: plain replicas
+            stage, group = 0, data.size
+        replicas, shards = self.mesh.split(data, group, names=("replicas", "shards") if group < data.size else ("", data.name))
         fill = None
         if is_lazy:
             fill = lambda receive: self._fill(model, receive)  # noqa: E731
         return StateEngine(
             model,
             layer_stacks(model),
-            stage=self.plan.zero,
+            stage=stage,
             precision=self.precision,
             shard_axis=shards,
             replica_axis=replicas,
@@ -154,10 +157,13 @@ class Booster:
         materialize.replay(model, place)
 
     def _place_buffers(self, model: nn.Module, axis: Axis) -> None:
+        placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # a buffer that modules share stays shared; the old one keeps its id
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[name] = broadcast_from_first(buffer.to(self.world.device), axis)
+                    if id(buffer) not in placed:
+                        placed[id(buffer)] = buffer, broadcast_from_first(buffer.to(self.world.device), axis)
+                    module._buffers[name] = placed[id(buffer)][1]
 
     def _make_scale(self) -> LossScale:
         options = dict(getattr(self.plugin, "scaler", None) or {})

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
 
 from phalanx.booster.objective import Objective
 from phalanx.booster.optimizer import BoostedOptimizer, BoostedScheduler, move_to_shards, step_scaled, use_fused_kernels
@@ -198,7 +199,7 @@ class Training:
             power = power / self.data_axis.size
         vector = torch.cat([torch.stack([self.loss_sum, self.count, power]), used])
         comm.all_reduce(vector, self.data_axis).wait()
-        loss_sum, count, total, *flags = vector.tolist()
+        loss_sum, count, total, *flags = _read(vector)
         engine.set_used([flag > 0 for flag in flags])
         self.agreed = Agreed(loss_sum, count, total)
         return self.agreed
@@ -253,6 +254,13 @@ class Training:
         agreed = self.agree()
         divisor = agreed.count * self.scale.value
         return {name: gradient.detach().clone() / divisor for name, gradient in self.engine.full_gradients()}
+
+
+def _read(vector: torch.Tensor) -> list[float]:
+    """The numbers on the host. In a rehearsal there are none: the step is then taken as one with a count, a norm and all flags of 1."""
+    if detect_fake_mode(vector) is not None:
+        return [1.0] * len(vector)
+    return vector.tolist()
 
 
 def to_device(value: Any, device: torch.device) -> Any:
