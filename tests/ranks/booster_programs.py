@@ -85,16 +85,21 @@ def weights(model):
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
+def wide(tensor):
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
 def worst(found, expected):
     """The largest relative error over all tensors: difference over the larger of a tensor's largest magnitude and 1e-6 of the model's."""
     assert set(found) == set(expected), set(found) ^ set(expected)
+    found, expected = ({name: wide(tensor) for name, tensor in tensors.items()} for tensors in (found, expected))
     largest = max((tensor.abs().max().item() for tensor in expected.values() if tensor.numel()), default=1.0)
     error = 0.0
     for name, tensor in expected.items():
         assert found[name].shape == tensor.shape, name
         if tensor.numel():
             scale = max(tensor.abs().max().item(), 1e-6 * largest, 1e-300)
-            difference = (found[name].double() - tensor.double()).abs().max().item() / scale
+            difference = (found[name] - tensor).abs().max().item() / scale
             error = max(error, difference if difference == difference else float("inf"))
     return error
 

@@ -130,7 +130,9 @@ def forms_match(plan):
     return errors
 
 
-@pytest.mark.parametrize(("plan", "world"), [("zero0", 1), ("zero1+acc3", 1), ("zero0+acc2", 2), ("zero2", 3), ("zero3", 3), ("zero3:2+acc3", 4)])
+@pytest.mark.parametrize(
+    ("plan", "world"), [("zero0", 1), ("zero1+acc3", 1), ("zero0+acc2", 2), ("zero2", 3), ("zero3", 3), ("zero3:2+acc3", 4)]
+)
 def test_forms_of_batches_and_losses(plan, world):
     for errors in run_ranks(forms_match, world, plan):
         assert max(errors.values()) < TOLERANCE, errors
@@ -249,11 +251,14 @@ def two_models(plan):
     booster = px.Booster(plan)
     boosted_model, optimizer, *_ = booster.boost(boosted_model, sgd(boosted_model), criterion)
     boosted_judge, *_ = booster.boost(boosted_judge)
-    boosted_other, other_optimizer, *_ = booster.boost(boosted_other, sgd(boosted_other), criterion)
+    boosted_other, *_ = booster.boost(boosted_other, sgd(boosted_other), criterion)
     with pytest.raises(ConfigError, match="2 models are trained"):
         booster.step(local(batch()))
     for step in range(3):
-        for full, model, referee, forward in ((batch(step), reference, judge, None), (local(batch(step)), boosted_model, boosted_judge, booster)):
+        for full, model, referee, forward in (
+            (batch(step), reference, judge, None),
+            (local(batch(step)), boosted_model, boosted_judge, booster),
+        ):
             with torch.no_grad():
                 target = referee(full["words"]).softmax(-1)
             logits = model(full["words"])
@@ -302,8 +307,14 @@ def rewarded(plan):
         mine = rows_of(x, booster.world)
         booster.backward(judge(model(mine)).pow(2).sum(1).mean(), optimizer, count=len(mine))
         optimizer.step()
-    gathered = [chunk.name for training in booster.trainings for chunk in training.engine.chunks if chunk.policy.parameter and chunk.is_gathered]
-    return worst(booster.full_state_dict(), weights(reference)), gathered, len(getattr(booster.trainings[1].engine.stream, "backward", _Order()).order)
+    gathered = [
+        chunk.name for training in booster.trainings for chunk in training.engine.chunks if chunk.policy.parameter and chunk.is_gathered
+    ]
+    return (
+        worst(booster.full_state_dict(), weights(reference)),
+        gathered,
+        len(getattr(booster.trainings[1].engine.stream, "backward", _Order()).order),
+    )
 
 
 class _Order:

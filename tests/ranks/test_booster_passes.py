@@ -3,7 +3,6 @@
 import pytest
 import torch
 from booster_programs import STAGES, TOLERANCE, batch, boost, criterion, decoder, local, plain_step, replicas_differ, sgd, weights, worst
-from torch import nn
 from torch.nn import functional as F
 
 from phalanx.errors import ConfigError
@@ -76,7 +75,9 @@ def windows_match(plan):
     return errors
 
 
-@pytest.mark.parametrize(("plan", "world"), [("zero0", 2), ("zero1", 3), ("zero2", 2), ("zero3", 3), ("zero3:2", 4), ("zero1+acc2", 2), ("zero3", 1)])
+@pytest.mark.parametrize(
+    ("plan", "world"), [("zero0", 2), ("zero1", 3), ("zero2", 2), ("zero3", 3), ("zero3:2", 4), ("zero1+acc2", 2), ("zero3", 1)]
+)
 def test_windows_of_three_batches(plan, world):
     for errors in run_ranks(windows_match, world, plan):
         assert max(errors.values()) < TOLERANCE, errors
@@ -126,8 +127,6 @@ def test_calls_without_a_count_weigh_the_same(plan):
     assert max(run_ranks(equal_weight_calls, 2, plan)) < TOLERANCE
 
 
-
-
 def several_forwards(plan):
     """Two forwards, then one backward of both, or two backwards in either order; and gradients that are thrown away."""
     errors = {}
@@ -162,7 +161,7 @@ def test_two_forwards_before_the_backward(plan):
 
 
 def late_backward(plan):
-    booster, _, optimizer = boost(plan, *_model_and_sgd())
+    booster, *_ = boost(plan, *_model_and_sgd())
     booster.forward_backward(local(batch()))
     booster.gradients()
     try:
@@ -182,7 +181,7 @@ def test_a_backward_after_gradients_were_read_is_refused(plan):
 
 
 def unboosted_backward(plan):
-    booster, model, optimizer = boost(plan, *_model_and_sgd())
+    _, model, optimizer = boost(plan, *_model_and_sgd())
     rows = local(batch())
     loss, _ = criterion(model(rows["words"]), rows)
     try:

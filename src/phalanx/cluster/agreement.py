@@ -7,14 +7,14 @@ from phalanx.cluster.collectives import raise_and_publish
 from phalanx.cluster.mesh import Axis
 from phalanx.errors import CommError
 
-AGREE_S = 10.0
+AGREE_S = 8.0
 
 
 def agree(question: str, answer: str, axis: Axis) -> None:
     """Returns if all ranks of the axis ask this question and give one answer.
 
     Cost: two small messages per rank through the store, about a millisecond; meant for what is new, not for every step.
-    Raises: CommError on every rank where answers differ, or where a rank does not ask within 10 s.
+    Raises: CommError on every rank where answers differ, or where a rank does not ask within 8 s.
     """
     current = launch.world()
     if axis.size == 1 or current.store is None:

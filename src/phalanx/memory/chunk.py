@@ -57,6 +57,11 @@ class Slot:
         return self.parameter.numel()
 
     @property
+    def can_learn(self) -> bool:
+        """Whether its dtype has gradients at all; quantised weights have none."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    @property
     def stop(self) -> int:
         return self.offset + self.num_elements
 
@@ -117,11 +122,14 @@ class Chunk:
         """Gives each slot that has elements here the parameter that the optimizer updates; yields those slots."""
         for slot in self.slots:
             if not self.policy.optimizer:
-                slot.shard = slot.parameter if self.master is self.full else nn.Parameter(slot.view(self.master))
+                slot.shard = slot.parameter if self.master is self.full else self._updated(slot, slot.view(self.master))
                 yield slot
             elif slot.num_elements and self.local_run(slot)[0] < self.local_run(slot)[1]:
-                slot.shard = nn.Parameter(self.shard_view(slot, self.master))
+                slot.shard = self._updated(slot, self.shard_view(slot, self.master))
                 yield slot
+
+    def _updated(self, slot: Slot, value: torch.Tensor) -> nn.Parameter:
+        return nn.Parameter(value, requires_grad=slot.can_learn)
 
     # -- where things lie ----------------------------------------------------------------------------------------------
 
@@ -253,14 +261,14 @@ class Chunk:
         """Begins the sum of the local gradients over all ranks; `finish_reduce` ends it."""
         gradient = self._complete_gradient()
         if not self.policy.optimizer:
-            return comm.all_reduce(gradient, self.reduce_axis, wait=False)
+            return comm.all_reduce(as_real(gradient), self.reduce_axis, wait=False)
         if not self.policy.gradient:
             # In place: this rank's part of the buffer becomes the sum, the rest is spent.
             self.reduced = gradient[self.start : self.stop]
-            return comm.reduce_scatter(self.reduced, gradient, self.reduce_axis, wait=False)
+            return comm.reduce_scatter(as_real(self.reduced), as_real(gradient), self.reduce_axis, wait=False)
         fresh = torch.empty(self.shard_elements, dtype=self.dtypes.gradient, device=self.device)
         self._fresh = fresh
-        return comm.reduce_scatter(fresh, gradient, self.reduce_axis, wait=False)
+        return comm.reduce_scatter(as_real(fresh), as_real(gradient), self.reduce_axis, wait=False)
 
     def finish_reduce(self, pending: comm.Pending) -> None:
         """Waits for `start_reduce` and adds its result to what earlier passes left."""
@@ -317,3 +325,8 @@ class Chunk:
         self.reduced, self.is_reduced = None, False
         if self.policy.gradient:
             self.gradient = None
+
+
+def as_real(flat: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs of real ones, which every backend sums; the same memory."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

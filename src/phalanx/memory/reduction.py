@@ -23,7 +23,7 @@ class GradientReducer:
 
     def __init__(self, chunks: Sequence[Chunk]):
         self.chunks = list(reversed(chunks))
-        self.hooks = [self._watch(chunk, slot) for chunk in self.chunks for slot in chunk.slots if not chunk.is_natural]
+        self.hooks = [self._watch(chunk, slot) for chunk in self.chunks for slot in chunk.slots if slot.can_learn and not chunk.is_natural]
         self.in_backward = False
         self.synchronise = True
         self.on_complete = lambda chunk: None

@@ -1,0 +1,199 @@
+"""The far corners of models and loops: odd tensors, inference mode, errors that are caught, ranks that count differently."""
+
+import time
+
+import pytest
+import torch
+from booster_programs import STAGES, TOLERANCE, batch, boost, criterion, decoder, local, plain_step, sgd, weights, worst
+from torch import nn
+
+import phalanx as px
+from phalanx.errors import CommError
+from phalanx.layout import split_range
+from phalanx.memory import partition
+from phalanx.testing import RankError, run_ranks
+
+
+def error_of(plan, make, before=lambda booster, model, optimizer, step: None, make_optimizer=sgd, steps=3):
+    """Worst error of gradients, weights and buffers; `before` is done to the boosted run alone, before each step."""
+    reference, model = make(), make()
+    plain, boosted = make_optimizer(reference), make_optimizer(model)
+    booster, model, boosted = boost(plan, model, boosted)
+    error = 0.0
+    for step in range(steps):
+        before(booster, model, boosted, step)
+        _, expected = plain_step(reference, plain, [batch(step)])
+        booster.forward_backward(local(batch(step)))
+        error = max(error, worst(booster.gradients(), expected))
+        boosted.step()
+    return max(error, worst(booster.full_state_dict(), reference.state_dict()))
+
+
+class OddTensors(nn.Module):
+    """Quantised weights, a complex parameter, buffers of every dtype, and one buffer that two modules share and change."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = decoder(layers=2)
+        self.codes = nn.Parameter(torch.randint(-5, 5, (7, 3), dtype=torch.int8), requires_grad=False)
+        self.phase = nn.Parameter(torch.randn(37, dtype=torch.complex128))
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.register_buffer("turns", torch.randn(3, dtype=torch.complex64))
+        shared = torch.zeros(2, dtype=torch.float64)
+        self.first, self.second = nn.Module(), nn.Module()
+        self.first.register_buffer("calls", shared)
+        self.second.register_buffer("calls", shared)
+
+    def forward(self, words):
+        if self.training:
+            self.first.calls += 1
+        scale = 1 + 0.01 * self.second.calls.sum() + 0.001 * self.codes.double().sum()
+        return self.inner(words) * scale + (self.phase * (1 + 2j)).real
+
+
+@pytest.mark.parametrize(("plan", "world"), [("zero0", 1), ("zero0", 2), ("zero1", 3), ("zero2", 2), ("zero3", 3), ("zero3:2", 4)])
+def test_odd_tensors(plan, world):
+    assert max(run_ranks(error_of, world, plan, OddTensors)) < TOLERANCE
+
+
+def test_groups_of_one_are_plain_replicas():
+    assert max(run_ranks(error_of, 2, "zero3:1", decoder)) < TOLERANCE
+
+
+def looking(booster, model, optimizer, step):
+    """Forwards that train nothing, in inference mode and without gradients."""
+    for mode in (torch.inference_mode(), torch.no_grad()):
+        with mode:
+            model(local(batch(step))["words"])
+
+
+def failing(booster, model, optimizer, step):
+    """A forward and a backward that raise on every rank, are caught, and are tried again."""
+    inner = model.blocks[1].forward
+    model.blocks[1].forward = _raise
+    with pytest.raises(ValueError, match="on purpose"):
+        booster.forward_backward(local(batch(step)))
+    model.blocks[1].forward = inner
+    handle = model.blocks[2].up.weight.register_hook(_raise)
+    with pytest.raises(ValueError, match="on purpose"):
+        booster.forward_backward(local(batch(step)))
+    handle.remove()
+    optimizer.zero_grad()
+
+
+def _raise(*args):
+    raise ValueError("on purpose")
+
+
+def tensor_lr(model):
+    return torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2))
+
+
+def corners(plan):
+    partition.STREAMED_ELEMENTS = 1
+    return {
+        "inference mode": error_of(plan, decoder, looking),
+        "errors that are caught": error_of(plan, decoder, failing),
+        "lr in a tensor": error_of(plan, decoder, make_optimizer=tensor_lr),
+        "one layer": bare_layer(plan),
+    }
+
+
+def bare_layer(plan):
+    """A model that is one layer and nothing around it."""
+    torch.manual_seed(0)
+    reference, model = nn.Linear(5, 3).double(), nn.Linear(5, 3).double()
+    model.load_state_dict(reference.state_dict())
+    x = torch.randn(8, 5, dtype=torch.float64)
+    plain = sgd(reference)
+    booster, model, _ = boost(plan, model, sgd(model), lambda y, rows: (y.pow(2).sum(), y.numel()))
+    start, stop = split_range(8, booster.world.size, booster.world.rank)
+    for _ in range(3):
+        reference(x).pow(2).mean().backward()
+        plain.step()
+        plain.zero_grad()
+        booster.step(x[start:stop])
+    return worst(booster.full_state_dict(), weights(reference))
+
+
+@pytest.mark.parametrize("plan", STAGES)
+def test_corners(plan):
+    for errors in run_ranks(corners, 2, plan):
+        assert errors.pop("lr in a tensor") < 1e-6
+        assert max(errors.values()) < TOLERANCE, errors
+
+
+def checkpointed_by_transformers(plan):
+    """Whether the models' own recompute changes nothing, bit for bit."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    partition.STREAMED_ELEMENTS = 1
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    outcome = []
+    for recomputes in (False, True):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=37, max_position_embeddings=64, **sizes))
+        if recomputes:
+            model.gradient_checkpointing_enable()
+        booster = px.Booster(plan)
+        model, *_ = booster.boost(model, sgd(model))
+        rows = [{"input_ids": local(batch(step))["words"], "labels": local(batch(step))["labels"]} for step in range(3)]
+        outcome.append(([booster.step(part).loss for part in rows], booster.full_state_dict()))
+    (losses, full), (same_losses, same) = outcome
+    return losses == same_losses and all(torch.equal(full[name], same[name]) for name in full)
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+def test_recompute_of_transformers(plan):
+    assert run_ranks(checkpointed_by_transformers, 2, plan) == [True] * 2
+
+
+def uneven(plan, first_uneven_step, quietly):
+    """The last rank calls backward once less than the others in one step: the error, how long it took, and how wrong the gradient is."""
+    reference, model = decoder(), decoder()
+    booster, model, optimizer = boost(plan, model, sgd(model))
+    start, error = time.monotonic(), 0.0
+    last = booster.world.rank == booster.world.size - 1
+    try:
+        for step in range(first_uneven_step + 1):
+            calls = 3 - (last and step == first_uneven_step)
+            for call in range(calls):
+                rows = local(batch(call))
+                loss, count = criterion(model(rows["words"]), rows)
+                if quietly:
+                    with booster.no_sync():
+                        booster.backward(loss / count, optimizer, count=count)
+                else:
+                    booster.backward(loss / count, optimizer, count=count)
+            if quietly:
+                error = worst(booster.gradients(), _uneven_gradient(reference, booster.world.size))
+            optimizer.step()
+    except CommError as failure:
+        return str(failure), time.monotonic() - start
+    return error, time.monotonic() - start
+
+
+def _uneven_gradient(reference, size):
+    rows = [batch(call) for call in range(2)]
+    start, _ = split_range(8, size, size - 1)
+    rows.append({name: value[:start] for name, value in batch(2).items()})
+    return plain_step(reference, sgd(reference, lr=0.0), rows)[1]
+
+
+@pytest.mark.parametrize(("plan", "first_uneven_step"), [("zero0", 0), ("zero1", 1), ("zero2", 0), ("zero2", 1)])
+def test_a_rank_that_calls_backward_less_often_is_one_clear_error(plan, first_uneven_step):
+    start = time.monotonic()
+    try:
+        outcomes = run_ranks(uneven, 2, plan, first_uneven_step, False)
+    except RankError as failure:
+        outcomes = [(str(failure), 0.0)]
+    assert time.monotonic() - start < 30
+    for message, seconds in outcomes:
+        assert "after 2 backwards" in message
+        assert seconds < 20
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero1"])
+def test_a_rank_that_calls_backward_less_often_without_reduction_is_exact(plan):
+    assert max(error for error, _ in run_ranks(uneven, 3, plan, 0, True)) < TOLERANCE
