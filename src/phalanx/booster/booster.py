@@ -109,7 +109,9 @@ class Booster:
         self._wrap_generate(model, training.engine)
         return model, training.optimizer, criterion, dataloader, training.scheduler
 
-    def launch(self, *, model: nn.Module, optimizer: Any = None, criterion: Any = None, dataloader: Any = None) -> tuple[Any, Any, Any, Any]:
+    def launch(
+        self, *, model: nn.Module, optimizer: Any = None, criterion: Any = None, dataloader: Any = None
+    ) -> tuple[Any, Any, Any, Any]:
         """`boost` with four values back, for callers used to that form."""
         return self.boost(model, optimizer, criterion, dataloader)[:4]
 
@@ -202,7 +204,10 @@ class Booster:
         return Result(loss=loss / count if count else float("nan"), tokens=round(count))
 
     def backward(self, loss: torch.Tensor, optimizer: BoostedOptimizer, count: Any = None) -> None:
-        """Differentiates a loss of a hand-written loop. With `count` it is a mean over that many items; without, every call on every rank weighs the same."""
+        """Differentiates a loss of a hand-written loop.
+
+        With `count` it is a mean over that many items; without, every call on every rank weighs the same.
+        """
         training = self._training_of(optimizer)
         if loss.dim():
             raise ConfigError(f"the loss has shape {tuple(loss.shape)}", allowed="a scalar", remedy="loss.mean()")
@@ -243,7 +248,10 @@ class Booster:
         saving.save_run(self, Path(path))
 
     def load(self, path: str | Path) -> None:
-        """Takes up a run that `save` wrote; raises CheckpointError where a part is missing. Collective."""
+        """Takes up a run that `save` wrote; raises CheckpointError where a part is missing. Collective.
+
+        Under the number of ranks that saved, the run goes on bit for bit. Under another, random streams start anew from the seed.
+        """
         saving.load_run(self, Path(path))
 
     def save_model(self, model: Any, path: str | Path | None = None, *, format: str = "huggingface") -> None:
@@ -281,7 +289,9 @@ class Booster:
             raise ConfigError("this model was not boosted by this booster", remedy="the model that booster.boost returned")
         candidates = [training for training in self.trainings if training.optimizer is not None] or self.trainings
         if len(candidates) > 1:
-            raise ConfigError(f"{len(candidates)} models are trained by this booster", allowed="naming one", remedy="booster.step(batch, model)")
+            raise ConfigError(
+                f"{len(candidates)} models are trained by this booster", allowed="naming one", remedy="booster.step(batch, model)"
+            )
         return candidates[0]
 
     def _training_of(self, optimizer: Any) -> Training:

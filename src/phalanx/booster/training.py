@@ -116,10 +116,10 @@ class Training:
         self.num_backwards += 1
 
     def _fit_scale(self, count: torch.Tensor) -> None:
-        """Before the very first backward: what is differentiated is a sum, so the usual start scale is for its mean."""
+        """Before the very first backward: scales are chosen for a mean, and what is differentiated is a sum."""
         total = count.clone()
         comm.all_reduce(total, self.data_axis).wait()
-        self.scale.value /= 2.0 ** math.ceil(math.log2(max(float(total), 1.0)))
+        self.scale.fit(float(total))
         self.scale_is_fitted = True
 
     def _passes(self, batch: Any, num_passes: int) -> Iterator[tuple[Any, float]]:

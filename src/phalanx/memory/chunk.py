@@ -76,9 +76,7 @@ class Chunk:
     Cost: per rank, with n shards and P elements: parameter P or P/n, gradient P or P/n, optimizer state P or P/n, as `policy` says.
     """
 
-    def __init__(
-        self, name: str, slots: list[Slot], dtypes: DTypes, policy: Policy, axis: Axis, reduce_axis: Axis, device: torch.device
-    ):
+    def __init__(self, name: str, slots: list[Slot], dtypes: DTypes, policy: Policy, axis: Axis, reduce_axis: Axis, device: torch.device):
         self.name, self.slots, self.dtypes, self.policy, self.device = name, slots, dtypes, policy, device
         self.axis = axis
         self.reduce_axis = reduce_axis  # the same ranks as `axis`, on a channel of its own: the two kinds interleave freely
