@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import resource
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -48,3 +53,34 @@ def test_peak_flops_follow_the_name(monkeypatch):
     monkeypatch.setattr(device.Accelerator, "name", lambda self: "unheard of")
     assert card.peak_flops(torch.bfloat16) is None
     assert device.get("cpu").peak_flops(torch.float32) is None
+
+
+FAULTS = """
+import resource, sys
+import torch
+from phalanx.cluster import device, launch
+
+def faults():  # of 20 tensors of about 40 MB, in two sizes, that come and go
+    begun = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for count in range(20):
+        torch.ones(10_000_000 if count % 2 else 9_000_000)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun
+
+before = faults()
+launch.launch(backend="gloo")
+faults()
+after, resident = faults(), device.resident_bytes()
+for _ in range(10):
+    faults()
+print(before, after, device.resident_bytes() - resident)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="the C library is not GNU's")
+def test_a_process_keeps_the_memory_of_freed_tensors():
+    pages_of_a_tensor = 36_000_000 // resource.getpagesize()
+    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    before, after, growth = map(int, done.stdout.split())
+    assert before > 10 * pages_of_a_tensor
+    assert after < pages_of_a_tensor / 10
+    assert growth < 2**20

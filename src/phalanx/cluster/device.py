@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from phalanx.errors import ConfigError
 
 KINDS = ("cuda", "npu", "cpu")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+_M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1  # numbers of malloc.h, for mallopt of the GNU C library
 
 # Dense matrix FLOP/s that the makers state, without sparsity, as (substring of the device's name, {dtype: FLOP/s}); first match wins.
 _F32, _F16, _BF16, _FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
@@ -65,6 +67,7 @@ class Device(Protocol):
     def synchronize(self) -> None: ...
     def memory(self) -> Memory: ...
     def reset_peak(self) -> None: ...
+    def keep_freed_memory(self) -> None: ...
     def peak_flops(self, dtype: torch.dtype) -> float | None: ...
     def random_state(self) -> torch.Tensor | None: ...
     def set_random_state(self, state: torch.Tensor) -> None: ...
@@ -106,6 +109,17 @@ class Cpu:
 
     def reset_peak(self) -> None:
         return None  # the high-water mark of a process cannot be lowered
+
+    def keep_freed_memory(self) -> None:
+        """Lets the process keep the pages of freed tensors for the next ones, for good; only where the C library is GNU's.
+
+        Otherwise every large tensor comes from the kernel and goes back to it, and filling in zeroed pages costs more than most
+        operations on them.
+        """
+        library = ctypes.CDLL(None)
+        if hasattr(library, "gnu_get_libc_version"):
+            library.mallopt(_M_MMAP_MAX, 0)
+            library.mallopt(_M_TRIM_THRESHOLD, -1)  # never
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
         return None  # depends on the machine: measured, never looked up
@@ -163,6 +177,9 @@ class Accelerator:
 
     def reset_peak(self) -> None:
         self.module.reset_peak_memory_stats()
+
+    def keep_freed_memory(self) -> None:
+        return None  # torch's allocator of the device does
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
         name = self.name()

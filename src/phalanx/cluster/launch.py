@@ -82,6 +82,7 @@ def launch(*, backend: str | None = None, timeout_s: float = 600, debug: bool | 
     place = read_place(os.environ)
     device = devices.get("cpu") if backend == "gloo" else devices.default()
     torch_device = device.select(place.local_rank)
+    device.keep_freed_memory()
     backend = backend or device.backend
     store: Any = None  # the stubs of dist.Store lack clone()
     hook = sys.excepthook  # torch puts its own, which prefixes every line
