@@ -83,6 +83,8 @@ class Booster:
 
         Batches are global: the returned loader yields this data index's rows of what the given one yields.
         """
+        if any(training.model is model for training in self.trainings):
+            raise ConfigError("this model was boosted already", allowed="each model once", remedy="what the first booster.boost returned")
         context = Context(self.plan, self.mesh, self.precision, self.streams, uses_own_loss=criterion is None)
         objective = Objective(model, criterion, self.forward, self.count)
         for run in PASSES:

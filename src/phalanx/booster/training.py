@@ -201,6 +201,8 @@ class Training:
         comm.all_reduce(vector, self.data_axis).wait()
         loss_sum, count, total, *flags = _read(vector)
         engine.set_used([flag > 0 for flag in flags])
+        if math.isnan(loss_sum):
+            engine.look_again()
         self.agreed = Agreed(loss_sum, count, total)
         return self.agreed
 

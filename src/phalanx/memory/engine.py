@@ -181,6 +181,11 @@ class StateEngine:
         for chunk in self.chunks:
             chunk.clear_gradients()
 
+    def look_again(self) -> None:
+        """A loss was not a number: looks for parameters that are read while they are away."""
+        if self.stream is not None:
+            self.stream.look_again()
+
     # -- whole tensors, one at a time ----------------------------------------------------------------------------------
 
     @contextmanager

@@ -218,6 +218,9 @@ class FsdpEngine:
 
     publish_all = publish
 
+    def look_again(self) -> None:
+        """After a loss that was not a number: PyTorch refuses by itself whatever reads a parameter while it is sharded."""
+
     def clear_gradients(self) -> None:
         for _, slot in self.slots:
             slot.used, self.sharded[slot.name].grad = False, None

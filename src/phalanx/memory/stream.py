@@ -76,6 +76,7 @@ class ParameterStream:
         self.in_backward = False
         self.pinned: list[Chunk] = []
         self.watch: ForeignReads | None = None
+        self.unwatched = {True, False}  # with and without gradients: the next pass is watched
         self.streamed = {id(chunk) for unit in self.units for chunk in unit.chunks}
         self.handles: list[Any] = [model.register_forward_pre_hook(self._begin_forward, prepend=True)]
         self.handles.append(model.register_forward_hook(self._end_forward, always_call=True))
@@ -97,7 +98,8 @@ class ParameterStream:
             self.backward.begin()
         for chunk in self.pinned:
             chunk.gather()
-        if trace.number == 1 and not _is_compiled(module):
+        if torch.is_grad_enabled() in self.unwatched and not _is_compiled(module):
+            self.unwatched.discard(torch.is_grad_enabled())
             self.watch = ForeignReads([chunk for unit in self.units for chunk in unit.chunks], self._pin)
             self.watch.__enter__()
 
@@ -109,6 +111,10 @@ class ParameterStream:
             self.watch = None
         if self.depth == 0 and output is not None and not self.held:
             self.forward[torch.is_grad_enabled()].end()
+
+    def look_again(self) -> None:
+        """Watches the next passes too: a loss was not a number, as one is that was computed from a parameter while it was away."""
+        self.unwatched = {True, False}
 
     def _pin(self, chunk: Chunk, slot: Slot) -> None:
         """A parameter is read outside of its module: its chunk is gathered now, and before every pass from now on."""
