@@ -5,18 +5,25 @@ import math
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
 
 from phalanx.data.windows import TokenWindows
 from phalanx.errors import ConfigError
+from phalanx.materialize import is_lazy, materialize
 from phalanx.train.evaluate import plain_loss, score
-from phalanx.train.model import build_config, build_model, build_optimizer
+from phalanx.train.memory import activation_bytes_of_a_row, chunk_sizes
+from phalanx.train.model import build_config, build_hollow, build_model, build_optimizer
 from phalanx.train.recipe import ModelSettings, OptimizerSettings
 
 TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
+def tiny_config(**others):
+    return build_config(ModelSettings(config=TINY | others), vocabulary=50, end_token=0)
+
+
 def tiny(seed=0):
-    return build_model(build_config(ModelSettings(config=TINY), vocabulary=50, end_token=0), seed)
+    return materialize(build_model(tiny_config(), seed))
 
 
 @pytest.mark.parametrize(
@@ -43,6 +50,27 @@ def test_the_weights_depend_on_the_seed_alone():
     assert not torch.equal(weights[0], weights[2])
     torch.manual_seed(5)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_weights_are_those_of_transformers_and_take_no_memory_at_first():
+    assert is_lazy(build_model(tiny_config(), 3))
+    torch.manual_seed(3)
+    eager, built = AutoModelForCausalLM.from_config(tiny_config()).state_dict(), tiny(seed=3).state_dict()
+    assert all(torch.equal(eager[name], built[name]) for name in eager)
+    assert eager.keys() == built.keys()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_hollow_model_runs_as_the_real_one_does(tied):
+    real, hollow = (
+        AutoModelForCausalLM.from_config(tiny_config(tie_word_embeddings=tied)),
+        build_hollow(tiny_config(tie_word_embeddings=tied)),
+    )
+    assert {parameter.untyped_storage().nbytes() for parameter in hollow.parameters()} == {4}
+    assert chunk_sizes(hollow) == chunk_sizes(real)
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    found = [activation_bytes_of_a_row(model, {"input_ids": tokens, "labels": tokens}) for model in (real, hollow)]
+    assert found[0] == found[1] > 16 * 50 * 4
 
 
 def test_vectors_are_not_decayed_and_nothing_is_left_out():

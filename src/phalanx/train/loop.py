@@ -17,11 +17,12 @@ from phalanx.cluster.launch import launch
 from phalanx.data import boost_loader
 from phalanx.data.windows import TokenWindows
 from phalanx.log import events, set_rank
+from phalanx.materialize import materialize
 from phalanx.train.evaluate import Score, score
 from phalanx.train.folder import Folder
 from phalanx.train.memory import StepMemory, TensorCount, predicted_memory
 from phalanx.train.meter import Meter
-from phalanx.train.model import build_config, build_model, build_optimizer
+from phalanx.train.model import build_config, build_hollow, build_model, build_optimizer
 from phalanx.train.progress import Display
 from phalanx.train.recipe import Recipe, recipe_table
 from phalanx.train.schedule import warmup_cosine
@@ -79,8 +80,10 @@ def build_job(recipe: Recipe, *, visible: bool) -> Job:
     token_rows = encode(tokenizer, corpus.training), encode(tokenizer, corpus.validation)
     config = build_config(recipe.model, tokenizer.get_vocab_size(), tokenizer.token_to_id(END))
     model = build_model(config, recipe.run.seed)
+    if booster.plan.fsdp:  # PyTorch's engine cuts up what exists
+        materialize(model)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    predicted = predicted_memory(model, recipe.batch, booster.plan, booster.world.size)
+    predicted = predicted_memory(build_hollow(config), recipe.batch, booster.plan, booster.world.size)
     training = boost_model(booster, model, recipe, token_rows[0])
     windows = TokenWindows(token_rows[1], recipe.batch.tokens)
     validation = boost_loader(DataLoader(windows, batch_size=recipe.batch.rows), axis=booster.mesh.axis("dp"), world=booster.mesh.world)

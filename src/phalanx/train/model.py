@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from phalanx.errors import ConfigError
+from phalanx.materialize import lazy
 from phalanx.train.recipe import ModelSettings, OptimizerSettings
 
 
@@ -30,14 +32,30 @@ def build_config(settings: ModelSettings, vocabulary: int, end_token: int) -> Pr
     return AutoConfig.for_model(settings.type, **(own | settings.config))
 
 
-def build_model(config: PretrainedConfig, seed: int) -> torch.nn.Module:
-    """The model with fresh weights that depend on the seed alone."""
-    with torch.random.fork_rng(devices=[]):
+def build_model(config: PretrainedConfig, seed: int) -> nn.Module:
+    """The model with fresh weights that depend on the seed alone; they take no memory before the booster cuts them up."""
+    with torch.random.fork_rng(devices=[]), lazy():
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config)
 
 
-def build_optimizer(model: torch.nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
+def build_hollow(config: PretrainedConfig) -> nn.Module:
+    """The model for a look at what it computes, not at its values: each parameter is one zero, shown in the parameter's shape."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shown: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                zero = nn.Parameter(torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
+                module._parameters[name] = shown.setdefault(parameter, zero)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+    return model
+
+
+def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
     """AdamW; vectors (norms, biases) are not decayed."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
