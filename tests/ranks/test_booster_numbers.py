@@ -125,6 +125,20 @@ def test_one_bad_gradient_on_one_rank_skips_the_step_everywhere(stage, precision
             assert [scale / scales[0] for scale in scales] == ([1.0, 0.5, 0.5, 0.5] if precision == "fp16" else [1.0] * 4)
 
 
+def one_shard_spoiled(plan):
+    """A gradient that is not a number in one small parameter, whose elements few ranks hold, under the infinity norm."""
+    model = decoder()
+    booster, model, _ = boost(plan, model, sgd(model), norm_type=math.inf)
+    model.norm.bias.register_hook(lambda gradient: gradient * math.nan)
+    result = booster.step(local(batch()))
+    return result.skipped, all(tensor.isfinite().all() for tensor in booster.full_state_dict().values())
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero1", "zero3"])
+def test_a_maximum_over_ranks_keeps_what_is_not_a_number(plan):
+    assert run_ranks(one_shard_spoiled, 3, plan) == [(True, True)] * 3
+
+
 class Scaler:
     """A plugin that chooses the loss scale's settings."""
 

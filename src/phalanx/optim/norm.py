@@ -23,7 +23,9 @@ def local_power(parts: Iterable[torch.Tensor], norm_type: float, device: torch.d
     if not parts:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch.stack([torch.linalg.vector_norm(part, norm_type).double() for part in parts])
-    return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+    if math.isinf(norm_type):
+        return norms.max().nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum over ranks may lose what is not a number
+    return norms.pow(norm_type).sum()
 
 
 def norm_from_power(power: float, norm_type: float) -> float:
