@@ -58,18 +58,19 @@ SCRIPT = """
     if how == "save" and world.rank == 0:
         time.sleep(3)  # busy on its own, then comes too
     comm.all_reduce(total, axis)
-    print(f"rank {world.rank} of {world.size} on {world.num_nodes} has {total.item():g}")
+    # One write, so that the lines of two ranks do not mix.
+    sys.stdout.write(f"rank {world.rank} of {world.size} on {world.num_nodes} has {total.item():g}\\n")
 """
 LAUNCHER = """
     import sys
-    from phalanx.cluster import launch
+    from phalanx.cluster import spawn
     from phalanx.errors import PhalanxError
 
     options = dict(word.split("=") for word in sys.argv[2:] if "=" in word)
     words = [word for word in sys.argv[2:] if "=" not in word]
     number = {key: int(value) if value.isdigit() else value for key, value in options.items()}
     try:
-        sys.exit(launch.spawn([sys.executable, *words], int(sys.argv[1]), **number))
+        sys.exit(spawn.run_processes([sys.executable, *words], int(sys.argv[1]), **number))
     except PhalanxError as error:
         sys.exit(f"error: {error}")
 """

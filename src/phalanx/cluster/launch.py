@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -392,10 +392,3 @@ def _say_goodbye(current: World) -> None:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0][:300]
-
-
-def spawn(command: Sequence[str], nproc: int, **options: Any) -> int:
-    """Runs `command` as `nproc` local ranks until all end and returns the exit code; options of `spawn.run_processes`."""
-    from phalanx.cluster.spawn import run_processes
-
-    return run_processes(command, nproc, **options)
