@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from patience import patience
 
 from phalanx.checkpoint import agree, disk, inspect, load, save
 from phalanx.cluster import comm, launch
@@ -168,7 +169,7 @@ def test_saving_on_one_rank_only_is_told_on_all_ranks(tmp_path):
     assert agree.ALONE_S <= 10
     start = time.monotonic()
     errors = run_ranks(save_on_first_rank_only, 3, str(tmp_path / "at"))
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < patience(15)
     for error in errors:
         assert "save must be called on all ranks" in error
         assert "test_checkpoint.py" in error
@@ -212,7 +213,7 @@ def test_a_killed_rank_ends_the_save_and_the_old_checkpoint_stays(tmp_path, vict
     start = time.monotonic()
     with pytest.raises(CommError, match=r"SIGKILL|killed"):
         run_ranks(save_killed, 2, path, victim, at)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < patience(20)
     assert run_ranks(load_under, 2, path, 0, 3)[0][0] == {"step": 0}
     run_ranks(save_under, 2, path, 2)
     assert os.listdir(tmp_path) == ["at"]

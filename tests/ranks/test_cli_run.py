@@ -31,7 +31,7 @@ def free_port():
 def test_a_script_becomes_ranks_and_gets_its_own_arguments(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     process = start("--json", "-n", "2", str(tmp_path / "script.py"), str(tmp_path), "--steps", "-n", "7")
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert json.loads(out)["ok"] is True
     told = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(2)]
@@ -41,7 +41,7 @@ def test_a_script_becomes_ranks_and_gets_its_own_arguments(tmp_path):
 def test_a_failing_rank_ends_the_command_and_its_traceback_comes_once(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     process = start("-n", "2", str(tmp_path / "script.py"), str(tmp_path), "--fail")
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 1
     assert err.count("Traceback") == 1
     assert "rank 1 failed: ValueError: on purpose" in err
@@ -53,7 +53,7 @@ def test_a_host_file_plays_two_machines(tmp_path):
     options = ["--hostfile", str(tmp_path / "hosts"), "--master", f"127.0.0.1:{free_port()}"]
     processes = [start(*options, "--node-rank", str(node), str(tmp_path / "script.py"), str(tmp_path)) for node in range(2)]
     for process in processes:
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
     told = [json.loads((tmp_path / f"rank-{rank}").read_text())[:3] for rank in range(3)]
     assert told == [[3, 0, 2], [3, 0, 2], [3, 1, 2]]

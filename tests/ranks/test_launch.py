@@ -12,6 +12,9 @@ import textwrap
 import time
 
 import pytest
+from patience import patience
+
+LONGEST_S = 300  # what is waited for comes much sooner, or not at all
 
 SCRIPT = """
     import os, pathlib, sys, threading, time
@@ -109,7 +112,7 @@ def _gone_within(pids: list[int], seconds: float) -> bool:
 
 
 def _wait_for(directory: pathlib.Path, num_ranks: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LONGEST_S
     while len(_pids(directory)) < num_ranks:
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -118,7 +121,7 @@ def _wait_for(directory: pathlib.Path, num_ranks: int) -> None:
 @pytest.mark.slow
 def test_a_job_that_ends_well(job):
     process = job(2, "well")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=LONGEST_S)
     assert process.returncode == 0, err
     assert sorted(out.splitlines()) == ["rank 0 of 2 on 1 has 4", "rank 1 of 2 on 1 has 4"]
 
@@ -130,28 +133,28 @@ def test_one_failing_rank_ends_the_job_with_its_own_traceback(job, tmp_path, how
     process = job(4, how)
     _wait_for(tmp_path, 4)
     begun = time.monotonic()
-    _, err = process.communicate(timeout=60)
-    assert time.monotonic() - begun < 20
+    _, err = process.communicate(timeout=LONGEST_S)
+    assert time.monotonic() - begun < patience(20)
     assert process.returncode == 1
     assert err.count("raise ValueError") == 1, err
     assert err.rstrip().splitlines()[-1].endswith("ValueError: rank two has had enough")
     assert "rank 2 failed: ValueError: " in err
-    assert _gone_within(_pids(tmp_path), 1)
+    assert _gone_within(_pids(tmp_path), patience(1))
 
 
 def test_a_rank_that_dies_without_a_word_is_named(job, tmp_path):
     process = job(4, "exit")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=LONGEST_S)
     assert process.returncode == 9
     assert err.rstrip().splitlines()[-1] == "rank 2 failed: ended with exit code 9"
-    assert _gone_within(_pids(tmp_path), 1)
+    assert _gone_within(_pids(tmp_path), patience(1))
 
 
 @pytest.mark.slow
 def test_a_script_that_cannot_start_says_why_once(job, tmp_path):
     (tmp_path / "script.py").write_text("import no_such_module\n")
     process = job(2, "well")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=LONGEST_S)
     assert process.returncode == 1
     assert err.count("ModuleNotFoundError: No module named 'no_such_module'") == 1
 
@@ -161,8 +164,8 @@ def test_killing_the_launcher_leaves_nothing(job, tmp_path, number):
     process = job(2, "wait")
     _wait_for(tmp_path, 2)
     process.send_signal(number)
-    assert _gone_within(_pids(tmp_path), 15)
-    assert process.wait(timeout=15) != 0
+    assert _gone_within(_pids(tmp_path), patience(15))
+    assert process.wait(timeout=LONGEST_S) != 0
 
 
 @pytest.mark.slow
@@ -172,7 +175,7 @@ def test_three_jobs_at_once_need_no_port(job, tmp_path):
         (tmp_path / str(index)).mkdir()
         processes.append(job(2, "well", directory=tmp_path / str(index)))
     for process in processes:
-        out, err = process.communicate(timeout=90)
+        out, err = process.communicate(timeout=LONGEST_S)
         assert process.returncode == 0, err
         assert out.count("has 4") == 2
 
@@ -189,13 +192,13 @@ def test_a_taken_port_is_refused_and_free_after_the_job(job, tmp_path):
     first = job(1, "wait", f"master=127.0.0.1:{port}")
     _wait_for(tmp_path, 1)
     second = job(1, "well", f"master=127.0.0.1:{port}")
-    _, err = second.communicate(timeout=30)
+    _, err = second.communicate(timeout=LONGEST_S)
     assert second.returncode != 0
     assert f"error: port {port} on 127.0.0.1 is taken" in err
     first.kill()
-    assert _gone_within(_pids(tmp_path), 15)
+    assert _gone_within(_pids(tmp_path), patience(15))
     third = job(1, "well", f"master=127.0.0.1:{port}")
-    _, err = third.communicate(timeout=60)
+    _, err = third.communicate(timeout=LONGEST_S)
     assert third.returncode == 0, err
 
 
@@ -205,7 +208,7 @@ def test_two_machines_with_different_numbers_of_ranks(job):
     processes = [job(nproc, "well", f"master=127.0.0.1:{port}", "num_nodes=2", f"node_rank={node}") for node, nproc in enumerate((1, 2))]
     lines = []
     for process in processes:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=LONGEST_S)
         assert process.returncode == 0, err
         lines += out.splitlines()
     assert sorted(lines) == [f"rank {rank} of 3 on 2 has 9" for rank in range(3)]
@@ -217,24 +220,24 @@ def test_a_failure_on_one_machine_ends_the_other(job, tmp_path):
     _wait_for(tmp_path, 3)
     begun = time.monotonic()
     for process in processes:
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=LONGEST_S)
         assert process.returncode != 0
         assert err.rstrip().endswith("ValueError: rank two has had enough"), err
-    assert time.monotonic() - begun < 25
-    assert _gone_within(_pids(tmp_path), 1)
+    assert time.monotonic() - begun < patience(25)
+    assert _gone_within(_pids(tmp_path), patience(1))
 
 
 @pytest.mark.slow
 def test_machines_that_disagree_or_do_not_come_are_named(job):
     port = _free_port()
-    different = [job(1, "well", f"master=127.0.0.1:{port}", f"num_nodes={2 + node}", f"node_rank={node}", "join_s=5") for node in range(2)]
-    errors = [process.communicate(timeout=30)[1] for process in different]
+    different = [job(1, "well", f"master=127.0.0.1:{port}", f"num_nodes={2 + node}", f"node_rank={node}", "join_s=60") for node in range(2)]
+    errors = [process.communicate(timeout=LONGEST_S)[1] for process in different]
     assert all(process.returncode != 0 for process in different)
     assert any(re.search("machine . was told of . machines, machine . of", error) for error in errors), errors
     alone = job(1, "well", f"master=127.0.0.1:{_free_port()}", "num_nodes=2", "node_rank=0", "join_s=2")
-    assert "error: machine 1 of 2 did not come within 2 s" in alone.communicate(timeout=30)[1]
+    assert "error: machine 1 of 2 did not come within 2 s" in alone.communicate(timeout=LONGEST_S)[1]
     lost = job(1, "well", f"master=127.0.0.1:{_free_port()}", "num_nodes=2", "node_rank=1", "join_s=2")
-    assert "error: nobody answers at 127.0.0.1" in lost.communicate(timeout=30)[1]
+    assert "error: nobody answers at 127.0.0.1" in lost.communicate(timeout=LONGEST_S)[1]
 
 
 def test_torchrun_starts_the_same_script(job, tmp_path):
@@ -250,6 +253,6 @@ def test_torchrun_starts_the_same_script(job, tmp_path):
         "well",
         str(tmp_path),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=90)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LONGEST_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("of 2 on 1 has 4") == 2

@@ -13,6 +13,7 @@ import time
 
 import pytest
 import torch
+from patience import patience
 
 from phalanx.cluster import comm, launch, pool
 from phalanx.cluster.mesh import Mesh
@@ -113,11 +114,11 @@ def _hang(hanging: int, directory: str) -> None:
 
 
 def test_a_hung_rank_is_named_with_its_place_and_nothing_stays(tmp_path):
-    with pytest.raises(RankError, match=r"rank 1 of 2 not through after 1\.5 s") as caught:
-        run_ranks(_hang, 2, 1, str(tmp_path), timeout_s=1.5)
+    with pytest.raises(RankError, match="rank 1 of 2 not through after") as caught:
+        run_ranks(_hang, 2, 1, str(tmp_path), timeout_s=patience(1.5))
     assert "in _hang" in caught.value.trace
     for name in ("0", "1", "child"):
-        assert _gone_within(int((tmp_path / name).read_text()), 3)
+        assert _gone_within(int((tmp_path / name).read_text()), patience(3))
 
 
 def _closure() -> object:
@@ -187,9 +188,9 @@ def test_a_program_of_its_own_may_use_the_pool(tmp_path):
             """
         )
     )
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=300)
     assert done.stdout == "[0, 1, 4]\n", done.stderr
-    piped = subprocess.run([sys.executable, "-"], input=program.read_text(), capture_output=True, text=True, timeout=60)
+    piped = subprocess.run([sys.executable, "-"], input=program.read_text(), capture_output=True, text=True, timeout=300)
     assert "program without a file" in piped.stderr
 
 
@@ -212,14 +213,14 @@ def test_ranks_die_with_their_caller(tmp_path):
         )
     )
     caller = subprocess.Popen([sys.executable, str(program)])
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in "01"):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     caller.kill()
     caller.wait()
     for name in "01":
-        assert _gone_within(int((tmp_path / name).read_text()), 15)
+        assert _gone_within(int((tmp_path / name).read_text()), patience(15))
 
 
 def _gone_within(pid: int, seconds: float) -> bool:
