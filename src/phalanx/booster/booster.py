@@ -200,6 +200,7 @@ class Booster:
         training = self._training(model)
         before = training.loss_sum.clone(), training.count.clone()
         training.forward_backward(batch)
+        training.rhythm.visit("the loss of forward_backward")
         totals = torch.stack([training.loss_sum - before[0], training.count - before[1]])
         comm.all_reduce(totals, training.data_axis).wait()
         loss, count = totals.tolist()

@@ -106,7 +106,7 @@ class Training:
                 remedy="call booster.gradients() after the last backward",
             )
         if synchronise or self.engine.policy.gradient:
-            self.rhythm.backward()
+            self.rhythm.visit("a backward")
         if not self.scale_is_fitted:
             self._fit_scale(count)
         with self.engine.backward(synchronise):
@@ -175,6 +175,7 @@ class Training:
                 totals += torch.stack([loss_sum.double(), count]) * weight
         finally:
             self.model.train(was_training)
+        self.rhythm.visit("the loss of an evaluation")
         comm.all_reduce(totals, self.data_axis).wait()
         loss, count = totals.tolist()
         return Result(loss=loss / count if count else math.nan, tokens=round(count))
@@ -185,7 +186,7 @@ class Training:
         """Sums gradients, losses, counts and the norm over all ranks; the one host read of a step."""
         if self.agreed is not None:
             return self.agreed
-        self.rhythm.step()
+        self.rhythm.visit("the end of the step")
         engine = self.engine
         engine.finish_gradients()
         if not self.num_backwards and any(engine.used_flags()):

@@ -7,46 +7,61 @@ from phalanx.cluster.collectives import raise_and_publish
 from phalanx.cluster.mesh import Axis
 from phalanx.errors import CommError
 
-AGREE_S = 8.0
+PATIENCE_S = 6.0
+MODULES = "take the same branches on all ranks, or a plan that keeps whole parameters (zero2)"
 
 
-def agree(question: str, answer: str, axis: Axis) -> None:
-    """Returns if all ranks of the axis ask this question and give one answer.
+def agree(question: str, answer: str, axis: Axis, remedy: str = MODULES) -> None:
+    """Returns if all ranks of the axis ask this question and give one answer; waits for ranks that are only slow.
 
     Cost: two small messages per rank through the store, about a millisecond; meant for what is new, not for every step.
-    Raises: CommError on every rank where answers differ, or where a rank does not ask within 8 s.
+    Raises: CommError on every rank where answers differ, or where a rank waits in another place for longer than 6 s.
     """
     current = launch.world()
     if axis.size == 1 or current.store is None:
         return
     key = f"agree/{axis.name}/{axis.ranks[0]}/{question}"
-    store, doing = current.store, f"agreeing on {question}"
-    store.set(f"{key}/{axis.index}", answer)
+    current.store.set(f"{key}/{axis.index}", answer)
     if axis.index == 0:
-        answers = [f"{key}/{index}" for index in range(axis.size)]
-        missing = failure.wait_for_keys(store, answers, AGREE_S, doing)
-        verdict = "" if missing else _verdict(question, [store.get(name).decode() for name in answers], axis)
-        store.set(f"{key}/verdict", verdict or "agreed")
-        for name in answers:
-            store.delete_key(name)
+        verdict = _collect(key, question, answer, axis)
     else:
-        missing = failure.wait_for_keys(store, [f"{key}/verdict"], 2 * AGREE_S, doing)
-        verdict = "" if missing else store.get(f"{key}/verdict").decode().removeprefix("agreed")
-    if missing:
-        verdict = (
-            f"{question}: this rank ({current.rank}) has {answer}, and within {AGREE_S:.0f} s not all other ranks came to the same place; "
-            "ranks run modules in different orders or different numbers of times"
-        )
+        verdict = _come_together([f"{key}/verdict"], [axis.ranks[0]], question, answer)
+        verdict = verdict or current.store.get(f"{key}/verdict").decode().removeprefix("agreed")
     if verdict:
-        raise_and_publish(CommError(verdict, allowed="the same modules in the same order on every rank", remedy=_REMEDY))
+        raise_and_publish(CommError(verdict, allowed="the same on every rank", remedy=remedy))
 
 
-_REMEDY = "take the same branches on all ranks, or a plan that keeps whole parameters (zero2)"
+def _collect(key: str, question: str, answer: str, axis: Axis) -> str:
+    """On the first rank: reads all answers, and leaves the verdict for the others; empty where all agree."""
+    store = launch.world().store
+    assert store is not None
+    keys = [f"{key}/{index}" for index in range(axis.size)]
+    verdict = _come_together(keys, list(axis.ranks), question, answer)
+    if not verdict:
+        answers = [store.get(name).decode() for name in keys]
+        other = next((index for index in range(axis.size) if answers[index] != answers[0]), None)
+        if other is not None:
+            verdict = f"{question}: rank {axis.ranks[0]} has {answers[0]}, rank {axis.ranks[other]} has {answers[other]}"
+    store.set(f"{key}/verdict", verdict or "agreed")
+    for name in keys:
+        store.delete_key(name)
+    return verdict
 
 
-def _verdict(question: str, answers: list[str], axis: Axis) -> str:
-    different = [index for index, answer in enumerate(answers) if answer != answers[0]]
-    if not different:
+def _come_together(keys: list[str], ranks: list[int], question: str, answer: str) -> str:
+    """Waits for the key of each rank; returns what is wrong where one of them waits in another place meanwhile."""
+    current = launch.world()
+    store, doing = current.store, f"agreeing on {question}"
+    assert store is not None
+    if not failure.wait_for_keys(store, keys, 0.5, doing):
         return ""
-    other = different[0]
-    return f"{question}: rank {axis.ranks[0]} has {answers[0]}, rank {axis.ranks[other]} has {answers[other]}"
+    with failure.waiting(store, current.rank, doing):
+        for _ in range(max(1, round(current.timeout_s / PATIENCE_S))):
+            missing = failure.wait_for_keys(store, keys, PATIENCE_S, doing)
+            if not missing:
+                return ""
+            for name, rank in zip(keys, ranks, strict=True):
+                place = failure.place_of_wait(store, rank) if name in missing else None
+                if place not in (None, doing):
+                    return f"{question}: rank {current.rank} has {answer}, rank {rank} waits in {place}"
+    return f"{question}: rank {current.rank} has {answer}, and the time-out passed before the other ranks came"

@@ -353,24 +353,34 @@ def _nothing(operation: str, axis: Axis, tensor: torch.Tensor) -> Pending:
 
 def _wait(work: Any, operation: str, axis: Axis) -> None:
     """Waits in slices, so that another rank's failure is noticed; work that ends in time returns at once."""
-    timeout_s = launch.world().timeout_s
     if axis.group is not None and operation in ("send", "recv"):
         # gloo drops the connection when such a wait runs out, so it cannot be sliced; a failed peer closes it from its side.
-        slice_, slices = timedelta(seconds=timeout_s), 1
-    else:
-        slice_, slices = _SLICE, max(1, round(timeout_s / _SLICE.total_seconds()))
-    for _ in range(slices):
-        try:
-            work.wait(slice_)
-            return
-        except RuntimeError as error:
-            failed = failure.noticed()
-            if failed is None and not work.is_completed() and slices > 1:
-                continue
-            _raise_broken(error, operation, axis)
-        if failed is not None:
-            break
+        if not _ends_within(work, timedelta(seconds=launch.world().timeout_s), operation, axis, last=True):
+            _raise_broken(None, operation, axis)
+    elif not _ends_within(work, _SLICE, operation, axis):
+        _wait_long(work, operation, axis)
+
+
+def _wait_long(work: Any, operation: str, axis: Axis) -> None:
+    current = launch.world()
+    with failure.waiting(current.store, current.rank, f"{operation} on axis {axis.name} at {call_site()}"):
+        for _ in range(max(1, round(current.timeout_s / _SLICE.total_seconds()))):
+            if _ends_within(work, _SLICE, operation, axis):
+                return
+            if failure.noticed() is not None:
+                break
     _raise_broken(None, operation, axis)
+
+
+def _ends_within(work: Any, slice_: timedelta, operation: str, axis: Axis, last: bool = False) -> bool:
+    """Whether the work is done after this slice. Raises: CommError where it broke."""
+    try:
+        work.wait(slice_)
+        return True
+    except RuntimeError as error:
+        if failure.noticed() is not None or work.is_completed() or last:
+            _raise_broken(error, operation, axis)
+        return False
 
 
 def _raise_broken(error: BaseException | None, operation: str, axis: Axis) -> NoReturn:

@@ -381,6 +381,7 @@ def _say_goodbye(current: World) -> None:
     if store is None or failure.noticed() is not None:
         return
     try:
+        store.set(f"phalanx/waiting/{current.rank}", "the end of its program")
         gone = store.add("gone", 1)
         deadline = time.monotonic() + 30
         while current.rank == 0 and gone < current.size and time.monotonic() < deadline and failure.noticed() is None:
