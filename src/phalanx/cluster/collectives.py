@@ -276,6 +276,11 @@ class _Buffers:
 buffers = _Buffers()
 
 
+def release_buffers() -> None:
+    """Drops the receive buffers that wait for the next collective of their size: between steps they are only in the way."""
+    buffers.clear()
+
+
 def _reduce_scatter_here(out: torch.Tensor, full: torch.Tensor, axis: Axis) -> Pending:
     """The exchange of foreign parts now, the sum in the order of the ranks when waited for."""
     count = out.numel()

@@ -15,6 +15,7 @@ from phalanx.cluster.collectives import (
     gather_objects,
     recv,
     reduce_scatter,
+    release_buffers,
     send,
 )
 from phalanx.cluster.differentiable import copy_to, exchange, gather_from, reduce_from, scatter_to
@@ -41,6 +42,7 @@ __all__ = [
     "recv",
     "reduce_from",
     "reduce_scatter",
+    "release_buffers",
     "scatter_to",
     "send",
 ]

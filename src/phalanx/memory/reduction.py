@@ -100,6 +100,7 @@ class GradientReducer:
             self._issue(chunk)
         while self.in_flight:
             self._land()
+        comm.release_buffers()
         self.in_backward = False
         self.queue = []
 
