@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 from booster_programs import STAGES, TOLERANCE, batch, boost, criterion, decoder, local, plain_step, sgd, weights, worst
+from patience import patience
 from torch import nn
 
 import phalanx as px
@@ -188,10 +189,10 @@ def test_a_rank_that_calls_backward_less_often_is_one_clear_error(plan, first_un
         outcomes = run_ranks(uneven, 2, plan, first_uneven_step, False)
     except RankError as failure:
         outcomes = [(str(failure), 0.0)]
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < patience(30)
     for message, seconds in outcomes:
         assert "part 3" in message and "no_sync" in message
-        assert seconds < 20
+        assert seconds < patience(20)
 
 
 @pytest.mark.parametrize("plan", ["zero0", "zero1"])
