@@ -25,6 +25,8 @@ KEY = "phalanx/failure"
 POLL_S = 0.4
 # Time that a rank has from noticing a failure to being gone; with POLL_S and the launcher's own steps it stays below 20 s.
 LEAVE_S = 10.0
+# The longest that one call to the store may take; it answers in milliseconds, or breaks when its server has gone.
+CALL_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Watch:
     def close(self) -> None:
         self._stop.set()
         if self._thread is not threading.current_thread():
-            self._thread.join(timeout=5)
+            self._thread.join(timeout=CALL_S)
 
     def _run(self) -> None:
         while not self._stop.wait(self._poll_s):

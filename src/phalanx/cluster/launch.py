@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -119,7 +120,11 @@ def rehearse(size: int, rank: int = 0) -> World:
 
 
 def shutdown() -> None:
-    """Leaves the world: waits for ranks that still need the store of this one, then drops all groups."""
+    """Leaves the world: waits for ranks that still need the store of this one, then ends the threads of watch and groups.
+
+    They must be gone before Python is: a thread that comes back from a store, or that drops the tensors of an operation, waits for
+    the interpreter, and one that waits while the interpreter ends takes the process down with SIGABRT.
+    """
     global _world
     if _world is None:
         return
@@ -130,6 +135,7 @@ def shutdown() -> None:
     _world = None
     _groups.clear()
     if dist.is_initialized() and not failed:  # groups with operations that will never end are left to the end of the process
+        gc.collect()  # operations and groups in circles of references
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
 
@@ -151,6 +157,12 @@ def group_of(ranks: tuple[int, ...], channel: str = "") -> tuple[dist.ProcessGro
         backend = "fake" if current.is_fake else "gloo" if "gloo" in current.backend else current.backend
         _groups[ranks, channel] = (group, backend)
     return _groups[ranks, channel]
+
+
+def group_made(ranks: tuple[int, ...], channel: str = "") -> dist.ProcessGroup | None:
+    """The group that `group_of` has made in this world, if it has."""
+    group, _ = _groups.get((ranks, channel), (None, ""))
+    return group
 
 
 def read_place(environ: Mapping[str, str]) -> Place:

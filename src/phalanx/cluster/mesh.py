@@ -17,19 +17,27 @@ from phalanx.errors import ConfigError, ShapeError
 class Axis:
     """The ranks that differ from this one only along one direction of the mesh, in order.
 
-    `index` is this rank's place in `ranks`; `group` is None where the axis has one rank. `backend` is the one that carries
-    processor tensors: "gloo", "fake", or "" without a group.
+    `index` is this rank's place in `ranks`. `backend` is the one that carries processor tensors: "gloo", "fake", or "" without a
+    group. `channel` tells groups over the same ranks apart.
     """
 
     name: str
     ranks: tuple[int, ...]
     index: int
-    group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     backend: str = field(default="", repr=False, compare=False)
+    channel: str = field(default="", repr=False, compare=False)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; None where the axis has one rank, or the world was left.
+
+        It is looked up, not held: the threads of a group end with the last reference to it, and must before Python does.
+        """
+        return launch.group_made(self.ranks, self.channel)
 
 
 class Mesh:
@@ -115,9 +123,10 @@ class Mesh:
 
 def group_of(axis: Axis) -> dist.ProcessGroup:
     """The process group of an axis that has several ranks."""
-    if axis.group is None:
-        raise ShapeError(f"axis {axis.name} has one rank and no group")
-    return axis.group
+    group = axis.group
+    if group is None:
+        raise ShapeError(f"axis {axis.name} of {axis.size} ranks has no group", allowed="several ranks, and a world that still runs")
+    return group
 
 
 def make_axis(name: str, ranks: Sequence[int], rank: int, channel: str = "") -> Axis:
@@ -125,8 +134,8 @@ def make_axis(name: str, ranks: Sequence[int], rank: int, channel: str = "") -> 
     ranks = tuple(ranks)
     if len(ranks) == 1:
         return Axis(name, ranks, 0)
-    group, backend = launch.group_of(ranks, channel)
-    return Axis(name, ranks, ranks.index(rank), group, backend)
+    _, backend = launch.group_of(ranks, channel)
+    return Axis(name, ranks, ranks.index(rank), backend, channel)
 
 
 def _coordinates(rank: int, sizes: Sequence[int]) -> list[int]:
