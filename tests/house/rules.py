@@ -41,7 +41,7 @@ FLOORS = {
 
 # What of the outside world may be named where: dotted name -> units or files (relative to src/phalanx) that may use it.
 OUTSIDE = {
-    "torch.distributed": ("cluster", "checkpoint", "memory/fsdp.py"),
+    "torch.distributed": ("cluster", "memory/fsdp.py"),
     "transformers": ("anatomy", *(unit for unit, floor in FLOORS.items() if floor >= 5)),
     "os.environ": ("cluster/launch.py",),
     "os.getenv": ("cluster/launch.py",),
