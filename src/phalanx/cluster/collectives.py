@@ -35,19 +35,30 @@ _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist.ProcessGroup, "reduce_
 class Pending:
     """An operation under way: `wait()` returns when its result may be used; waiting again costs nothing.
 
-    Tensors handed over stay untouched until then.
+    Tensors handed over stay untouched until then. On an accelerator that is a promise for work queued after the wait.
     """
 
-    __slots__ = ("_axis", "_finish", "_operation", "_works")
+    __slots__ = ("_axis", "_finish", "_is_queued", "_operation", "_works")
 
-    def __init__(self, operation: str, axis: Axis, works: Sequence[Any] = (), finish: Callable[[], object] | None = None):
+    def __init__(
+        self,
+        operation: str,
+        axis: Axis,
+        works: Sequence[Any] = (),
+        finish: Callable[[], object] | None = None,
+        of: torch.Tensor | None = None,
+    ):
         self._operation, self._axis, self._works, self._finish = operation, axis, works, finish
+        self._is_queued = of is not None and of.device.type != "cpu"
 
     def wait(self) -> None:
         """Raises: CommError where a rank failed, left, or did not come in time."""
         works, self._works = self._works, ()
         for work in works:
-            _wait(work, self._operation, self._axis)
+            if self._is_queued:
+                _queue_behind(work, self._operation, self._axis)
+            else:
+                _wait(work, self._operation, self._axis)
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -77,7 +88,7 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, op: str = "sum", wait: bool = T
         return Pending("all_reduce", axis)
     options = dist.AllreduceOptions()
     options.reduceOp = _OPERATORS[op]  # type: ignore[assignment]
-    return _started(Pending("all_reduce", axis, [group_of(axis).allreduce([flat], options)]), wait)
+    return _started(Pending("all_reduce", axis, [group_of(axis).allreduce([flat], options)], of=flat), wait)
 
 
 def reduce_scatter(out: torch.Tensor, full: torch.Tensor, axis: Axis, wait: bool = True) -> Pending:
@@ -101,10 +112,10 @@ def reduce_scatter(out: torch.Tensor, full: torch.Tensor, axis: Axis, wait: bool
     target = flat_out if flat_out.dtype == flat.dtype else torch.empty_like(flat_out, dtype=flat.dtype)
     if target is flat_out:
         work = getattr(group_of(axis), _REDUCE_SCATTER)(flat_out, flat)
-        return _started(Pending("reduce_scatter", axis, [work]), wait)
+        return _started(Pending("reduce_scatter", axis, [work], of=flat), wait)
     wide = flat.to(flat_out.dtype)  # the backend sums in the dtype it is given
     work = getattr(group_of(axis), _REDUCE_SCATTER)(flat_out, wide)
-    return _started(Pending("reduce_scatter", axis, [work]), wait)
+    return _started(Pending("reduce_scatter", axis, [work], of=flat), wait)
 
 
 def all_gather(out: torch.Tensor, shard: torch.Tensor, axis: Axis, wait: bool = True) -> Pending:
@@ -130,7 +141,7 @@ def all_gather(out: torch.Tensor, shard: torch.Tensor, axis: Axis, wait: bool = 
         if own.data_ptr() != flat.data_ptr():
             own.copy_(flat)
         return _started(Pending("all_gather", axis, works), wait)
-    return _started(Pending("all_gather", axis, [getattr(group_of(axis), _ALL_GATHER)(flat_out, flat)]), wait)
+    return _started(Pending("all_gather", axis, [getattr(group_of(axis), _ALL_GATHER)(flat_out, flat)], of=flat), wait)
 
 
 def all_to_all(
@@ -159,7 +170,8 @@ def all_to_all(
         width = flat.element_size()
         flat_out, flat = _as_bytes(flat_out), _as_bytes(flat)
         out_counts, in_counts = [count * width for count in out_counts], [count * width for count in in_counts]
-    return _started(Pending("all_to_all", axis, [group_of(axis).alltoall_base(flat_out, flat, out_counts, in_counts)]), wait)
+    work = group_of(axis).alltoall_base(flat_out, flat, out_counts, in_counts)
+    return _started(Pending("all_to_all", axis, [work], of=flat), wait)
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0, wait: bool = True) -> Pending:
@@ -176,7 +188,7 @@ def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0, wait: bool = Tr
         return Pending("broadcast", axis)
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = source, 0
-    return _started(Pending("broadcast", axis, [group_of(axis).broadcast([flat], options)]), wait)
+    return _started(Pending("broadcast", axis, [group_of(axis).broadcast([flat], options)], of=flat), wait)
 
 
 def send(tensor: torch.Tensor, axis: Axis, peer: int, wait: bool = True) -> Pending:
@@ -186,7 +198,7 @@ def send(tensor: torch.Tensor, axis: Axis, peer: int, wait: bool = True) -> Pend
     ledger.count("send", axis.name, _nbytes(flat), _nbytes(flat))
     if axis.backend == "fake":
         return Pending("send", axis)
-    return _started(Pending("send", axis, [group_of(axis).send([flat], peer, 0)]), wait)
+    return _started(Pending("send", axis, [group_of(axis).send([flat], peer, 0)], of=flat), wait)
 
 
 def recv(tensor: torch.Tensor, axis: Axis, peer: int, wait: bool = True) -> Pending:
@@ -196,7 +208,7 @@ def recv(tensor: torch.Tensor, axis: Axis, peer: int, wait: bool = True) -> Pend
     ledger.count("recv", axis.name, 0, 0)
     if axis.backend == "fake":
         return Pending("recv", axis)
-    return _started(Pending("recv", axis, [group_of(axis).recv([flat], peer, 0)]), wait)
+    return _started(Pending("recv", axis, [group_of(axis).recv([flat], peer, 0)], of=flat), wait)
 
 
 def barrier(axis: Axis) -> None:
@@ -354,6 +366,17 @@ def _started(pending: Pending, wait: bool) -> Pending:
 def _nothing(operation: str, axis: Axis, tensor: torch.Tensor) -> Pending:
     ledger.count(operation, axis.name, _nbytes(tensor), 0)
     return Pending(operation, axis)
+
+
+def _queue_behind(work: Any, operation: str, axis: Axis) -> None:
+    """Lets the device's current stream wait, not this process; time-outs are the backend's, failures are noticed by `_begin`.
+
+    Given a time-out, NCCL and HCCL would hold up the process until the operation has ended.
+    """
+    try:
+        work.wait()
+    except RuntimeError as error:
+        _raise_broken(error, operation, axis)
 
 
 def _wait(work: Any, operation: str, axis: Axis) -> None:
