@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.cluster import comm, launch
+from phalanx.cluster import collectives, comm, launch
 from phalanx.cluster.mesh import Axis, Mesh
 from phalanx.errors import CommError, ShapeError
 from phalanx.testing import RankError, run_ranks
@@ -230,3 +230,14 @@ def _wrong() -> None:
 def test_a_wrong_sum_is_seen():
     with pytest.raises(RankError, match="AssertionError"):
         run_ranks(_wrong, 2)
+
+
+def _released() -> tuple[int, int]:
+    comm.reduce_scatter(torch.empty(5000), torch.ones(10000), _axis())
+    kept = len(collectives.buffers._free)
+    comm.release_buffers()
+    return kept, len(collectives.buffers._free)
+
+
+def test_receive_buffers_are_kept_until_released():
+    assert run_ranks(_released, 2) == [(1, 0)] * 2
