@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -56,11 +57,13 @@ class TensorCount(TorchDispatchMode):
         return result
 
     def _add(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
+            return
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # has no storage of its own
             return
-        if tensor.device.type != "meta" and storage.data_ptr() not in self._ignored:
+        if storage.data_ptr() not in self._ignored:
             key = storage._cdata
             self._live.setdefault(key, weakref.ref(storage, lambda _: self._live.pop(key, None)))
 
