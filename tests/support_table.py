@@ -22,10 +22,14 @@ class Outcome:
 
 
 def render(outcomes: Iterable[Outcome]) -> str:
-    """A Markdown table: models down, plans across; a cell holds how many tests passed, or how many of them failed."""
+    """A Markdown table: models down, plans across; a cell holds how many tests passed, or how many of them failed.
+
+    A plan's cell has its tests with accumulation too, so that a column stands for a strategy.
+    """
     cells: dict[tuple[str, str], list[bool]] = {}
     for outcome in outcomes:
-        cells.setdefault((outcome.model, outcome.plan), []).append(outcome.passed)
+        plan = "+".join(term for term in outcome.plan.split("+") if not term.startswith("acc"))
+        cells.setdefault((outcome.model, plan), []).append(outcome.passed)
     models = sorted({model for model, _ in cells})
     plans = sorted({plan for _, plan in cells})
     lines = [f"| model | {' | '.join(f'`{plan}`' for plan in plans)} |", f"| --- |{' :-: |' * len(plans)}"]
