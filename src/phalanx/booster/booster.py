@@ -265,7 +265,7 @@ class Booster:
     def load_model(self, model: Any, path: str | Path | None = None) -> None:
         """Loads weights alone, from `save_model` or a `transformers` directory. Collective."""
         chosen, source = (None, model) if path is None else (model, path)
-        saving.load_model(self._training(chosen, trained=False), Path(source))
+        saving.load_model(self._training(chosen, trained=False), Path(source), self.mesh.world)
 
     def save_optimizer(self, optimizer: BoostedOptimizer, path: str | Path) -> None:
         """Writes the optimizer's state and settings. Collective."""

@@ -6,6 +6,7 @@ has several models.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from phalanx.booster.optimizer import BoostedOptimizer
 from phalanx.booster.training import Training
-from phalanx.checkpoint import load, save
+from phalanx.checkpoint import load, require_all_ranks, save
 from phalanx.checkpoint.export import read_safetensors, write_safetensors
 from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 
 def save_run(booster: Booster, path: Path) -> None:
+    require_all_ranks(booster.mesh.world, "booster.save")
     pieces: list[Piece] = []
     state: dict[str, Any] = {"plan": str(booster.plan), "models": [], "loaders": [loader.state_dict() for loader in booster.loaders]}
     for number, training in enumerate(booster.trainings):
@@ -44,18 +47,20 @@ def save_run(booster: Booster, path: Path) -> None:
 
 def load_run(booster: Booster, path: Path) -> None:
     axis = booster.mesh.world
-    state = _peek_state(path, axis)
+    require_all_ranks(axis, "booster.load")
+    state = _peek_state(path, axis, "models")
     if len(state["models"]) != len(booster.trainings) or len(state["loaders"]) != len(booster.loaders):
         raise CheckpointError(
             f"{path} holds {len(state['models'])} models and {len(state['loaders'])} loaders, "
             f"this run has {len(booster.trainings)} and {len(booster.loaders)}",
             remedy="boost the same models, optimizers and loaders as the run that was saved",
         )
+    for training, saved in zip(booster.trainings, state["models"]):
+        _require_same_parts(training, saved, path)
     pieces: list[Piece] = []
     for number, (training, saved) in enumerate(zip(booster.trainings, state["models"])):
         prefix = f"{number}/" if number else ""
-        _require_same_parts(training, saved, path)
-        _make_moments(training, saved["moments"])
+        _make_moments(training, saved["optimizer"])
         pieces += [*weight_pieces(training, prefix), *moment_pieces(training, prefix)]
     state, local_state = load(path, pieces, axis)
     for training, saved in zip(booster.trainings, state["models"]):
@@ -71,16 +76,22 @@ def load_run(booster: Booster, path: Path) -> None:
         get_logger().warning(f"{path} was saved by another number of ranks: random streams (dropout) start anew from the seed")
 
 
-def _peek_state(path: Path, axis: Axis) -> dict[str, Any]:
-    """The shared state alone, which says what moments there are to be filled."""
-    return load(path, [], axis, strict=False)[0]
+def _peek_state(path: Path, axis: Axis, part: str) -> dict[str, Any]:
+    """The shared state alone, which says what moments there are to be filled.
+
+    Raises: CheckpointError where it does not hold `part`: it was saved by another call.
+    """
+    state = load(path, [], axis, strict=False)[0]
+    if part not in state:
+        allowed = "booster.load for what booster.save wrote, booster.load_optimizer for what booster.save_optimizer wrote"
+        raise CheckpointError(f"{path} holds no {part} but {', '.join(sorted(state)) or 'nothing'}", allowed=allowed)
+    return state
 
 
 def _training_state(training: Training) -> dict[str, Any]:
     scheduler = training.scheduler.inner.state_dict() if training.scheduler else None
     return {
-        "groups": _groups(training),
-        "moments": _moment_kinds(training),
+        "optimizer": _optimizer_state(training),
         "scheduler": scheduler,
         "scale": training.scale.state_dict(),
         "scale_is_fitted": training.scale_is_fitted,
@@ -90,21 +101,14 @@ def _training_state(training: Training) -> dict[str, Any]:
 
 
 def _require_same_parts(training: Training, saved: dict[str, Any], path: Path) -> None:
-    names = None if saved["groups"] is None else [group["names"] for group in saved["groups"]]
-    have = training.group_names if training.optimizer else None
-    if names != have:
-        what = "no optimizer" if names is None else f"an optimizer with {len(names)} groups of {[len(group) for group in names]} parameters"
-        mine = "none" if have is None else f"{len(have)} groups of {[len(group) for group in have]}"
-        raise CheckpointError(f"{path} holds {what}, this run has {mine}", remedy="build the optimizer as in the run that was saved")
+    _require_same_optimizer(training, saved["optimizer"], path)
     if (saved["scheduler"] is None) != (training.scheduler is None):
         found = "a scheduler" if saved["scheduler"] is not None else "no scheduler"
         raise CheckpointError(f"{path} holds {found} and this run is the other way round", remedy="give boost what the saved run had")
 
 
 def _restore_training(training: Training, saved: dict[str, Any]) -> None:
-    if training.optimizer is not None:
-        for group, settings in zip(training.optimizer.param_groups, saved["groups"]):
-            group.update(settings["settings"])
+    _restore_settings(training, saved["optimizer"])
     if training.scheduler is not None:
         training.scheduler.inner.load_state_dict(saved["scheduler"])
     training.scale.load_state_dict(saved["scale"])
@@ -150,6 +154,7 @@ def save_model(training: Training, path: Path, format: str, axis: Axis) -> None:
     """Writes weights in the dtype the person's model has, ties once, with the model's own configuration where it has one."""
     if format != "huggingface":
         raise ConfigError(f"format {format!r}", allowed='"huggingface"', remedy='format="huggingface"')
+    require_all_ranks(axis, "booster.save_model")
     writes = axis.index == 0
     failure: Exception | None = None
     weights = _export_weights(training)
@@ -188,11 +193,12 @@ def _class_of(model: nn.Module) -> type:
     return next((kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch.")), type(model))
 
 
-def load_model(training: Training, path: Path) -> None:
+def load_model(training: Training, path: Path, axis: Axis) -> None:
     """Fills masters and buffers from a safetensors directory; the model shows them at once.
 
     Raises: CheckpointError where a name is missing, left over, or has another shape.
     """
+    require_all_ranks(axis, "booster.load_model")
     pieces = [Piece(piece.name.split("/", 1)[1], piece.tensor, piece.layout) for piece in weight_pieces(training, "")]
     aliases = {clean_name(name) for name, _ in training.model.named_parameters(remove_duplicate=False)}
     with read_safetensors(path) as weights:
@@ -208,7 +214,7 @@ def load_model(training: Training, path: Path) -> None:
     training.engine.publish_all()
 
 
-# -- moments -----------------------------------------------------------------------------------------------------------
+# -- optimizers --------------------------------------------------------------------------------------------------------
 
 
 def moment_pieces(training: Training, prefix: str) -> Iterator[Piece]:
@@ -230,8 +236,7 @@ def moment_pieces(training: Training, prefix: str) -> Iterator[Piece]:
 
 def _moment_kinds(training: Training) -> dict[str, Any]:
     """For each parameter its moments: name -> [is elementwise, shape, dtype], or a plain value. The same on all ranks."""
-    if training.optimizer is None:
-        return {}
+    assert training.optimizer is not None
     mine: dict[str, Any] = {}
     for _, slot in training.engine.shards():
         entries: dict[str, Any] = {}
@@ -249,13 +254,13 @@ def _moment_kinds(training: Training) -> dict[str, Any]:
     return dict(sorted(merged.items()))
 
 
-def _make_moments(training: Training, kinds: dict[str, Any]) -> None:
+def _make_moments(training: Training, saved: dict[str, Any] | None) -> None:
     """Gives the optimizer empty moments of the saved kinds, to be filled."""
-    if training.optimizer is None:
+    if training.optimizer is None or saved is None:
         return
     training.optimizer.state.clear()
     for _, slot in training.engine.shards():
-        entries = kinds.get(slot.name)
+        entries = saved["moments"].get(slot.name)
         if not entries:
             continue
         state = training.optimizer.state[slot.shard] = {}
@@ -268,23 +273,62 @@ def _make_moments(training: Training, kinds: dict[str, Any]) -> None:
                 state[key] = torch.zeros(kind["shape"], dtype=kind["dtype"])
 
 
-def _groups(training: Training) -> list[dict[str, Any]] | None:
+def _optimizer_state(training: Training) -> dict[str, Any] | None:
+    """What is saved of an optimizer beside its tensors. Collective; the same on all ranks."""
     if training.optimizer is None:
         return None
     groups = zip(training.optimizer.param_groups, training.group_names)
-    return [{"names": names, "settings": {k: v for k, v in group.items() if k != "params"}} for group, names in groups]
+    return {
+        "kind": _kind(training.optimizer),
+        "groups": [{"names": names, "settings": {k: v for k, v in group.items() if k != "params"}} for group, names in groups],
+        "moments": _moment_kinds(training),
+    }
+
+
+def _kind(optimizer: BoostedOptimizer) -> str:
+    """The class by name alone, so that a run goes on after its class has moved to another module."""
+    return type(optimizer.inner).__qualname__
+
+
+def _require_same_optimizer(training: Training, saved: dict[str, Any] | None, path: Path) -> None:
+    """Raises: CheckpointError where the optimizer's kind, its groups or the parameters in them are not the saved ones."""
+    theirs = None if saved is None else (saved["kind"], [group["names"] for group in saved["groups"]])
+    mine = None if training.optimizer is None else (_kind(training.optimizer), training.group_names)
+    if theirs == mine:
+        return
+    found = f"{path} holds {_describe(theirs)}, this run has {_describe(mine)}"
+    if theirs and mine and _describe(theirs) == _describe(mine):
+        pairs = zip(itertools.chain(*theirs[1]), itertools.chain(*mine[1]))
+        found += ", where {} is in place of {}".format(*next((here, there) for there, here in pairs if there != here))
+    raise CheckpointError(found, remedy="build the optimizer as in the run that was saved")
+
+
+def _describe(optimizer: tuple[str, list[list[str]]] | None) -> str:
+    if optimizer is None:
+        return "no optimizer"
+    kind, groups = optimizer
+    return f"{kind} with {len(groups)} groups of {[len(group) for group in groups]} parameters"
+
+
+def _restore_settings(training: Training, saved: dict[str, Any] | None) -> None:
+    if training.optimizer is None or saved is None:
+        return
+    for group, other in zip(training.optimizer.param_groups, saved["groups"]):
+        group.update(other["settings"])
 
 
 def save_optimizer(training: Training, path: Path, axis: Axis) -> None:
-    save(path, moment_pieces(training, ""), {"moments": _moment_kinds(training), "groups": _groups(training)}, {}, axis)
+    require_all_ranks(axis, "booster.save_optimizer")
+    save(path, moment_pieces(training, ""), {"optimizer": _optimizer_state(training)}, {}, axis)
 
 
 def load_optimizer(training: Training, path: Path, axis: Axis) -> None:
-    state = _peek_state(path, axis)
-    _make_moments(training, state["moments"])
-    state, _ = load(path, moment_pieces(training, ""), axis)
-    for group, settings in zip(training.optimizer.param_groups, state["groups"]):  # type: ignore[union-attr]
-        group.update(settings["settings"])
+    require_all_ranks(axis, "booster.load_optimizer")
+    saved = _peek_state(path, axis, "optimizer")["optimizer"]
+    _require_same_optimizer(training, saved, path)
+    _make_moments(training, saved)
+    load(path, moment_pieces(training, ""), axis)
+    _restore_settings(training, saved)
 
 
 def save_state(state: dict[str, Any], path: Path, axis: Axis) -> None:

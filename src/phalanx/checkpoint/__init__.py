@@ -11,7 +11,8 @@ A checkpoint is a directory:
 Nothing in it is a pickle: reading a checkpoint never runs code.
 """
 
+from phalanx.checkpoint.agree import require_all_ranks
 from phalanx.checkpoint.reading import load
 from phalanx.checkpoint.writing import save
 
-__all__ = ["load", "save"]
+__all__ = ["load", "require_all_ranks", "save"]

@@ -18,11 +18,11 @@ Shared = TypeVar("Shared")
 
 ALONE_S = 10.0
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-_saves: Counter[str] = Counter()
+_calls: Counter[str] = Counter()
 
 
-def require_company(axis: Axis) -> None:
-    """Finds `if rank == 0: save()` in seconds and not when collectives time out.
+def require_all_ranks(axis: Axis, call: str) -> None:
+    """Finds `if rank == 0: save()` in seconds and not when collectives time out; `call` is what the person called.
 
     The first rank gives up if it is the only one that came within `ALONE_S`; that is long for ranks that left the same
     optimizer step. Where others have come too, the late ones are waited for as in any collective.
@@ -33,14 +33,14 @@ def require_company(axis: Axis) -> None:
     if axis.size == 1 or store is None:
         return
     name = f"checkpoint/{axis.name}/{axis.ranks[0]}"
-    _saves[name] += 1
-    key = f"{name}/{_saves[name]}"
+    _calls[name] += 1
+    key = f"{name}/{_calls[name]}"
     arrived, deadline = store.add(key, 1), time.monotonic() + ALONE_S
     while axis.index == 0 and arrived < 2 and failure.noticed() is None:
         if time.monotonic() > deadline:
             missing = f"none of the other {axis.size - 1} has come {ALONE_S:g} s after rank {axis.ranks[0]} called it at {_caller()}"
             remedy = "Call it outside of `if rank == 0`; a barrier before it waits for ranks that are this late"
-            comm.fail(f"save must be called on all ranks: {missing}. {remedy}")
+            comm.fail(f"{call} must be called on all ranks: {missing}. {remedy}")
         time.sleep(0.01)
         arrived = store.add(key, 0)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.checkpoint import directory, manifest, spans
-from phalanx.checkpoint.agree import gathered, together
+from phalanx.checkpoint.agree import gathered, require_all_ranks, together
 from phalanx.checkpoint.files import Files
 from phalanx.checkpoint.filling import Target, fill, overlaps
 from phalanx.checkpoint.manifest import STATE, Manifest, SavedPiece, SavedTensor, local_name
@@ -42,8 +42,9 @@ def load(
     Cost: `verify` reads each byte that any rank wants once more, shared out among the ranks, before the first piece changes;
     filling reads the windows of 4 MiB that hold this rank's elements. Extra memory is one window.
     Raises: CheckpointError on all ranks, before any piece is changed, if the checkpoint is missing, incomplete, foreign, damaged,
-    from a newer format, or does not fit the pieces.
+    from a newer format, or does not fit the pieces; CommError on all ranks if only the first one calls.
     """
+    require_all_ranks(axis, "load")
     target = directory.resolve(path)
     plan, masks = gathered(axis, lambda: _plan(target, list(pieces), strict, cast))
     wanted = _wanted_names(plan.saved, masks)

@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.checkpoint import directory, disk, shard_file
 from phalanx.checkpoint import manifest as manifests
-from phalanx.checkpoint.agree import gathered, require_company, together
+from phalanx.checkpoint.agree import gathered, require_all_ranks, together
 from phalanx.checkpoint.manifest import MANIFEST, STATE, Manifest, SavedFile, SavedPiece, SavedTensor, local_name
 from phalanx.checkpoint.shard_file import Item
 from phalanx.checkpoint.state import encode
@@ -43,7 +43,7 @@ def save(
     Raises: CheckpointError on all ranks, with what stood at `path` still there, if anything fails on one of them;
     CommError on all ranks if only the first one calls.
     """
-    require_company(axis)
+    require_all_ranks(axis, "save")
     target = directory.resolve(path)
     token = gathered(axis, lambda: (None, secrets.token_hex(4)))[1][0]
     growing = directory.beside(target, "saving", token)
