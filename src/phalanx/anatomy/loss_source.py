@@ -24,6 +24,7 @@ class LossSource:
     """What a forward does about its loss.
 
     `calls_seam`: it calls `self.loss_function`; `passes_keywords`: with its own keywords, so that num_items_in_batch arrives;
+    `is_plain_mean`: no loss it calls is given weights, a reduction, or an ignored label of its own;
     `pre_shifted`: with labels it calls already shifted; `written`: names of losses it calls itself; `labels`: its label arguments.
     """
 
@@ -34,6 +35,7 @@ class LossSource:
     shifts_labels: bool = False
     masks_labels: bool = False
     segmentation: bool = False
+    is_plain_mean: bool = True
     labels: tuple[str, ...] = ()
 
     @property
@@ -60,6 +62,7 @@ def read_loss_source(model: nn.Module) -> LossSource:
         shifts_labels=bool(LABEL_SHIFT.search(text)),
         masks_labels=bool(LABEL_MASK.search(text)),
         segmentation="semantic_loss_ignore_index" in text,
+        is_plain_mean=not any(_bends_mean(call) for call in calls),
         labels=tuple(name for name in inspect.signature(function).parameters if re.search(r"label|target|start_positions", name)),
     )
 
@@ -72,6 +75,15 @@ def _without_docstring(function: ast.stmt) -> ast.stmt:
 
 def _written_losses(calls: list[ast.Call]) -> set[str]:
     return {match.group(1) for call in calls if (match := LOSS_CALL.search(ast.unparse(call.func)))}
+
+
+def _bends_mean(call: ast.Call) -> bool:
+    """Whether a call of a loss says something that makes it other than a mean over labels that are not -100."""
+    if not LOSS_CALL.search(ast.unparse(call.func)):
+        return False
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    ignored, reduction = given.get("ignore_index", "-100"), given.get("reduction", "'mean'")
+    return given.get("weight", "None") != "None" or reduction != "'mean'" or ignored != "-100"
 
 
 def _loss_modules(model: nn.Module, text: str) -> set[str]:

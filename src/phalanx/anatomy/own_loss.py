@@ -68,7 +68,17 @@ def own_loss(model: nn.Module) -> OwnLoss:
         return _from_seam(speaker, source)
     if is_pretrained(speaker):
         return _from_source(speaker, source)
-    return OwnLoss(model=name, rule="labels", shifts_labels=source.shifts_labels, masks_labels=source.masks_labels)
+    rule = "labels" if source.is_plain_mean and not _holds_bent_loss(speaker) else "unknown"
+    return OwnLoss(model=name, rule=rule, shifts_labels=source.shifts_labels, masks_labels=source.masks_labels)
+
+
+def _holds_bent_loss(model: nn.Module) -> bool:
+    """Whether a loss that is a module of the model is other than a mean over labels that are not -100."""
+    losses = [child for child in model.modules() if isinstance(child, nn.modules.loss._Loss)]
+    return any(
+        loss.reduction != "mean" or getattr(loss, "weight", None) is not None or getattr(loss, "ignore_index", IGNORED) != IGNORED
+        for loss in losses
+    )
 
 
 def _from_seam(model: nn.Module, source: LossSource) -> OwnLoss:

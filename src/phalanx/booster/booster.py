@@ -86,7 +86,8 @@ class Booster:
         if any(training.model is model for training in self.trainings):
             raise ConfigError("this model was boosted already", allowed="each model once", remedy="what the first booster.boost returned")
         context = Context(self.plan, self.mesh, self.precision, self.streams, uses_own_loss=criterion is None)
-        objective = Objective(model, criterion, self.forward, self.count)
+        is_cut = self.plan.acc * self.mesh.size("dp") > 1
+        objective = Objective(model, criterion, self.forward, self.count, is_cut=is_cut)
         for run in PASSES:
             model = run(model, context)
         training = Training(

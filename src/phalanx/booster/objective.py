@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
 
 from phalanx.anatomy import own_loss
+from phalanx.booster.proof import AdditivityProof, count_rule
+from phalanx.data import num_rows, take_rows
 from phalanx.errors import ConfigError
 from phalanx.memory.stream import tensors_in
 
@@ -23,9 +26,12 @@ class Objective:
     `count(batch)`. Without: the model's own `.loss` is used. `count` overrules what a mean is taken to be over.
     """
 
-    def __init__(self, model: nn.Module, criterion: Callable | None, forward: Forward | None, count: Count | None):
+    def __init__(self, model: nn.Module, criterion: Callable | None, forward: Forward | None, count: Count | None, *, is_cut: bool = True):
         self.criterion, self.forward, self.custom_count = criterion, forward, count
-        self.own = own_loss(model)
+        self.own, self.is_cut = own_loss(model), is_cut
+        if criterion is not None and is_cut and count is None:
+            self.own = count_rule(criterion, self.own)
+        self.proof = AdditivityProof(getattr(criterion, "__name__", type(criterion).__name__)) if is_cut and criterion is not None else None
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (loss_sum, count) as scalars; loss_sum has at least float32 and is 0 with gradient 0 where count is 0."""
@@ -38,13 +44,27 @@ class Objective:
     def _with_criterion(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
         assert self.criterion is not None
         output = self.forward(model, batch) if self.forward else _call(model, batch, withhold_labels=True)
-        target = batch if isinstance(batch, Mapping) or not isinstance(batch, (tuple, list)) else batch[-1]
-        loss = self.criterion(output, target)
+        loss = self.criterion(output, batch if rows_are_target(batch) else batch[-1])
         if isinstance(loss, tuple):
             return loss
         count = self._count(batch)
+        self._prove(loss, count, output, batch)
         _silence_without_count(output, count)
         return _sum_of_mean(loss, count), count
+
+    def _prove(self, loss: torch.Tensor, count: torch.Tensor, output: Any, batch: Any) -> None:
+        """Tries out on the first batches that the criterion's mean adds up over rows."""
+        if self.proof is None or self.proof.trials_left == 0 or detect_fake_mode(loss) is not None:
+            return
+        criterion, total = self.criterion, num_rows(batch)
+        assert criterion is not None
+
+        def part(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+            rows = take_rows(batch, start, stop, total)
+            return criterion(take_rows(output, start, stop, total), rows if rows_are_target(rows) else rows[-1]), self._count(rows)
+
+        _require_scalar(loss)
+        self.proof.try_out(loss, count, total, part)
 
     def _with_own_loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
         count = self._count(batch)
@@ -56,7 +76,16 @@ class Objective:
         return (loss if keywords else _sum_of_mean(loss, count)), count
 
     def _count(self, batch: Any) -> torch.Tensor:
-        return torch.as_tensor(self.custom_count(batch) if self.custom_count else self.own.count(batch))
+        if self.custom_count is not None:
+            return torch.as_tensor(self.custom_count(batch))
+        if self.own.rule == "unknown" and not self.is_cut:  # one piece needs no weights
+            return torch.tensor(num_rows(batch))
+        return self.own.count(batch)
+
+
+def rows_are_target(batch: Any) -> bool:
+    """Whether a criterion gets the whole batch; of a tuple it gets the last item."""
+    return isinstance(batch, Mapping) or not isinstance(batch, (tuple, list))
 
 
 def _call(model: nn.Module, batch: Any, *, withhold_labels: bool) -> Any:

@@ -93,7 +93,8 @@ class Training:
     def forward_backward(self, batch: Any) -> None:
         """All passes of one global batch's local rows; their gradients add up until the optimizer's step."""
         for number, (rows, weight) in enumerate(self._passes(batch, self.num_passes)):
-            loss_sum, count = self.objective(self.model, rows)
+            with self.engine.watched():
+                loss_sum, count = self.objective(self.model, rows)
             last = number == self.num_passes - 1
             self.backward(loss_sum * weight, count * weight, synchronise=last and self.synchronise)
 

@@ -7,7 +7,7 @@ A step through it:  begin_backward -> [hooks collect, reduce, gather, release] -
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -66,6 +66,7 @@ class StateEngine:
             self.stream = ParameterStream(model, self.units, shard_axis)
             self.stream.release_all()
             self.reducer.on_complete = self.stream.chunk_complete
+        model.register_load_state_dict_pre_hook(self._refuse_lost_load)
         self.refuse_state_dict = model.register_state_dict_pre_hook(self._refuse_sharded_state_dict)
 
     # -- construction --------------------------------------------------------------------------------------------------
@@ -108,6 +109,7 @@ class StateEngine:
     @contextmanager
     def backward(self, synchronise: bool = True) -> Iterator[None]:
         """Runs a backward inside: collects its gradients and reduces them where the policy or `synchronise` asks for it."""
+        self._require_own_memory()
         self.reducer.begin(synchronise)
         if self.stream is not None:
             self.stream.begin_backward()
@@ -119,6 +121,18 @@ class StateEngine:
         if self.stream is not None:
             self.stream.end_backward()
         self.reducer.end()
+
+    def _require_own_memory(self) -> None:
+        """Parameters that were converted or moved after boost no longer show what the optimizer updates."""
+        for chunk in self.chunks:
+            first = chunk.slots[0].parameter
+            moved = chunk.is_gathered and first.numel() and first.untyped_storage().data_ptr() != chunk.full.untyped_storage().data_ptr()
+            if moved or first.dtype != chunk.dtypes.compute:
+                raise ConfigError(
+                    f"the parameters of '{chunk.name}' were replaced after boost (now {first.dtype} on {first.device})",
+                    allowed="conversions such as model.double() or model.to(...) before boost",
+                    remedy="a precision term in the plan, or convert first and boost then",
+                )
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -180,6 +194,12 @@ class StateEngine:
     def clear_gradients(self) -> None:
         for chunk in self.chunks:
             chunk.clear_gradients()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Everything between a forward and its backward: what reads a released parameter there is found the first time."""
+        with self.stream.watched() if self.stream is not None else nullcontext():
+            yield
 
     def look_again(self) -> None:
         """A loss was not a number: looks for parameters that are read while they are away."""
@@ -268,9 +288,22 @@ class StateEngine:
         """Whether this rank is the one that writes what it holds of a parameter."""
         return self.replica_axis.index == 0 and (chunk.policy.optimizer or self.shard_axis.index == 0)
 
+    def _refuse_lost_load(self, module: nn.Module, *_: object) -> None:
+        if any(_is_lost_by_loading(chunk) for chunk in self.chunks):
+            raise ConfigError(
+                "model.load_state_dict() would not last: the optimizer updates copies that it does not reach",
+                allowed="booster.load_model(path), booster.load(path), or load_state_dict before boost",
+                remedy="booster.load_model(path)",
+            )
+
     def _refuse_sharded_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self.stream is not None and not self.stream.held:
             raise sharded_state_dict()
+
+
+def _is_lost_by_loading(chunk: Chunk) -> bool:
+    """Whether values written into the model's own tensors would not reach what the optimizer updates."""
+    return chunk.policy.parameter or chunk.dtypes.has_master
 
 
 def broadcast_from_first(value: torch.Tensor, axis: Axis) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -68,6 +69,7 @@ class ParameterStream:
     def __init__(self, model: nn.Module, units: Sequence[Unit], axis: Axis):
         self.units = [unit for unit in units if not unit.stays]
         self.axis = axis
+        self.model = model
         self.depth = 0
         self.held = 0
         number = next(_numbers)  # ranks boost models in the same order, so they agree about each model's number
@@ -100,7 +102,7 @@ class ParameterStream:
             chunk.gather()
         if torch.is_grad_enabled() in self.unwatched and not _is_compiled(module):
             self.unwatched.discard(torch.is_grad_enabled())
-            self.watch = ForeignReads([chunk for unit in self.units for chunk in unit.chunks], self._pin)
+            self.watch = self._new_watch()
             self.watch.__enter__()
 
     @torch._dynamo.disable
@@ -112,6 +114,20 @@ class ParameterStream:
         if self.depth == 0 and output is not None and not self.held:
             self.forward[torch.is_grad_enabled()].end()
 
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Looks for foreign reads in all that runs inside, a criterion included, where the next pass is to be watched."""
+        grad = torch.is_grad_enabled()
+        if self.held or grad not in self.unwatched or _is_compiled(self.model):
+            yield
+            return
+        self.unwatched.discard(grad)
+        with self._new_watch():
+            yield
+
+    def _new_watch(self) -> ForeignReads:
+        return ForeignReads([chunk for unit in self.units for chunk in unit.chunks], self._pin)
+
     def look_again(self) -> None:
         """Watches the next passes too: a loss was not a number, as one is that was computed from a parameter while it was away."""
         self.unwatched = {True, False}
@@ -119,7 +135,7 @@ class ParameterStream:
     def _pin(self, chunk: Chunk, slot: Slot) -> None:
         """A parameter is read outside of its module: its chunk is gathered now, and before every pass from now on."""
         trace = self.forward[torch.is_grad_enabled()]
-        comm.agree(f"{trace.name} pass {trace.number}, outside of its module", f"parameter '{slot.name}'", self.axis)
+        comm.agree(f"{trace.name} pass {trace.number}, read {len(self.pinned)} outside of a module", f"parameter '{slot.name}'", self.axis)
         chunk.gather()
         self.pinned.append(chunk)
 
