@@ -168,7 +168,6 @@ def test_killing_the_launcher_leaves_nothing(job, tmp_path, number):
     assert process.wait(timeout=LONGEST_S) != 0
 
 
-@pytest.mark.slow
 def test_three_jobs_at_once_need_no_port(job, tmp_path):
     processes = []
     for index in range(3):
@@ -186,7 +185,6 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-@pytest.mark.slow
 def test_a_taken_port_is_refused_and_free_after_the_job(job, tmp_path):
     port = _free_port()
     first = job(1, "wait", f"master=127.0.0.1:{port}")
