@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from phalanx.cluster import failure, launch
+from phalanx.cluster import deadlock, failure, launch
 from phalanx.cluster.collectives import raise_and_publish
 from phalanx.cluster.mesh import Axis
 from phalanx.errors import CommError
 
-PATIENCE_S = 6.0
+SHORT_S = 0.5
 MODULES = "take the same branches on all ranks, or a plan that keeps whole parameters (zero2)"
 
 
@@ -15,7 +15,7 @@ def agree(question: str, answer: str, axis: Axis, remedy: str = MODULES) -> None
     """Returns if all ranks of the axis ask this question and give one answer; waits for ranks that are only slow.
 
     Cost: two small messages per rank through the store, about a millisecond; meant for what is new, not for every step.
-    Raises: CommError on every rank where answers differ, or where a rank waits in another place for longer than 6 s.
+    Raises: CommError on every rank where answers differ, or where ranks wait for each other in different places.
     """
     current = launch.world()
     if axis.size == 1 or current.store is None:
@@ -49,19 +49,17 @@ def _collect(key: str, question: str, answer: str, axis: Axis) -> str:
 
 
 def _come_together(keys: list[str], ranks: list[int], question: str, answer: str) -> str:
-    """Waits for the key of each rank; returns what is wrong where one of them waits in another place meanwhile."""
+    """Waits for the key of each rank; returns what is wrong where one of them does not come in time."""
     current = launch.world()
     store, doing = current.store, f"agreeing on {question}"
     assert store is not None
-    if not failure.wait_for_keys(store, keys, 0.5, doing):
+    missing = failure.wait_for_keys(store, keys, SHORT_S, doing)
+    if not missing:
         return ""
-    with failure.waiting(store, current.rank, doing):
-        for _ in range(max(1, round(current.timeout_s / PATIENCE_S))):
-            missing = failure.wait_for_keys(store, keys, PATIENCE_S, doing)
-            if not missing:
+    late = tuple(rank for name, rank in zip(keys, ranks, strict=True) if name in missing)
+    with deadlock.waiting(store, current.rank, f"{doing}, which is {answer} here", late) as search:
+        for _ in range(max(1, round(current.timeout_s / SHORT_S))):
+            if not failure.wait_for_keys(store, keys, SHORT_S, doing):
                 return ""
-            for name, rank in zip(keys, ranks, strict=True):
-                place = failure.place_of_wait(store, rank) if name in missing else None
-                if place not in (None, doing):
-                    return f"{question}: rank {current.rank} has {answer}, rank {rank} waits in {place}"
+            search.look()
     return f"{question}: rank {current.rank} has {answer}, and the time-out passed before the other ranks came"

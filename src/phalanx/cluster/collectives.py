@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from phalanx.cluster import debug, failure, launch
+from phalanx.cluster import deadlock, debug, failure, launch
 from phalanx.cluster.ledger import ledger, ring_all_reduce_bytes, tree_broadcast_bytes
 from phalanx.cluster.mesh import Axis, group_of
 from phalanx.errors import CommError, ShapeError
@@ -391,12 +391,14 @@ def _wait(work: Any, operation: str, axis: Axis) -> None:
 
 def _wait_long(work: Any, operation: str, axis: Axis) -> None:
     current = launch.world()
-    with failure.waiting(current.store, current.rank, f"{operation} on axis {axis.name} at {call_site()}"):
+    assert current.store is not None  # axes of several ranks have one
+    with deadlock.waiting(current.store, current.rank, f"{operation} on axis {axis.name}", axis.ranks) as search:
         for _ in range(max(1, round(current.timeout_s / _SLICE.total_seconds()))):
             if _ends_within(work, _SLICE, operation, axis):
                 return
             if failure.noticed() is not None:
                 break
+            search.look()
     _raise_broken(None, operation, axis)
 
 

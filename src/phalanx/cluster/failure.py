@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from types import TracebackType
 
@@ -169,31 +169,6 @@ def wait_for_keys(store: dist.Store, keys: list[str], seconds: float, doing: str
             return [key for key in keys if not store.check([key])]
         time.sleep(0.001)
     return []
-
-
-@contextlib.contextmanager
-def waiting(store: dist.Store | None, rank: int, doing: str) -> Iterator[None]:
-    """Tells all ranks where this one waits, while inside: whoever waits for it in another place learns that it will not come."""
-    if store is None:
-        yield
-        return
-    key = _WAITING.format(rank)
-    with contextlib.suppress(RuntimeError):  # a store that has gone is noticed elsewhere
-        store.set(key, doing)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(RuntimeError):
-            store.delete_key(key)
-
-
-def place_of_wait(store: dist.Store, rank: int) -> str | None:
-    """Where another rank waits, if it does."""
-    key = _WAITING.format(rank)
-    return store.get(key).decode() if store.check([key]) else None
-
-
-_WAITING = "phalanx/waiting/{}"
 
 
 def summary_of(error: BaseException) -> str:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.cluster import deadlock, failure
 from phalanx.cluster import device as devices
-from phalanx.cluster import failure
 from phalanx.errors import CommError, ConfigError
 
 JOIN_S = 25.0
@@ -393,7 +393,7 @@ def _say_goodbye(current: World) -> None:
     if store is None or failure.noticed() is not None:
         return
     try:
-        store.set(f"phalanx/waiting/{current.rank}", "the end of its program")
+        deadlock.tell(store, current.rank, deadlock.Wait("the end of its program"))
         gone = store.add("gone", 1)
         deadline = time.monotonic() + 30
         while current.rank == 0 and gone < current.size and time.monotonic() < deadline and failure.noticed() is None:
