@@ -332,3 +332,41 @@ def test_a_loss_through_a_frozen_model(plan):
         assert error < TOLERANCE
         assert not gathered
         assert order <= 3  # units of the frozen model, whatever the number of steps
+
+
+# -- what belongs to the whole batch -----------------------------------------------------------------------------------
+
+
+class Weighted(nn.Module):
+    """Its output depends on a vector that belongs to the whole batch: a half of it gives another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 1)
+
+    def forward(self, x, w):
+        return self.layer(x)[:, 0] * w.sum()
+
+
+def whole_vectors_match(plan):
+    """Batches of 6, 6, 4 and 6 rows beside one vector of 3, as long as the rows of one rank of two."""
+    w = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+    batches = [{"x": vectors(rows), "labels": vectors(rows)[:, 0].contiguous(), "w": w} for rows in (6, 6, 4, 6)]
+    reference, model = own(Weighted), own(Weighted)
+    plain = sgd(reference)
+    booster = px.Booster(plan)
+    model, _, _, loader, _ = booster.boost(model, sgd(model), lambda y, rows: F.mse_loss(y, rows["labels"]), batches)
+    error = 0.0
+    for full, rows in zip(batches, loader, strict=True):
+        loss = F.mse_loss(reference(full["x"], full["w"]), full["labels"])
+        loss.backward()
+        plain.step()
+        plain.zero_grad()
+        evaluated = booster.evaluate(rows)
+        error = max(error, abs(booster.step(rows).loss / loss.item() - 1), abs(evaluated.loss / loss.item() - 1))
+    return max(error, worst(booster.full_state_dict(), weights(reference)))
+
+
+@pytest.mark.parametrize(("plan", "world"), [("zero1+acc2", 2), ("zero0+acc3", 2), ("zero3+acc1", 2), ("zero2+acc2", 3)])
+def test_passes_leave_whole_what_the_loader_left_whole(plan, world):
+    assert max(run_ranks(whole_vectors_match, world, plan)) < TOLERANCE

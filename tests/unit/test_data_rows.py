@@ -95,3 +95,59 @@ def test_num_rows_goes_with_the_majority():
 def test_num_rows_refuses_what_it_cannot_tell(batch):
     with pytest.raises(ShapeError, match="cannot be told apart"):
         num_rows(batch)
+
+
+TABLE = torch.arange(3.0)
+IMAGES = [torch.full((3, 2), float(row)) for row in range(6)]  # three channels each
+
+# name -> (a batch of six rows, what belongs to all of it): cut to three rows, a first dimension tells them apart no longer
+LIKE_THE_ROWS = {
+    "a tensor": ({"x": torch.zeros(6, 8), "y": torch.zeros(6), "whole": TABLE}, TABLE),
+    "an array": ({"x": numpy.zeros((6, 8)), "y": numpy.zeros(6), "whole": numpy.arange(3.0)}, numpy.arange(3.0)),
+    "a list": ({"x": torch.zeros(6, 8), "whole": ["a", "b", "c"]}, ["a", "b", "c"]),
+    "a tuple of tensors": ({"x": torch.zeros(6), "y": torch.zeros(6), "whole": (TABLE[0], TABLE[1], TABLE[2])}, (0.0, 1.0, 2.0)),
+    "beside lists only": ({"x": list("abcdef"), "y": list(range(6)), "whole": TABLE}, TABLE),
+    "a list beside lists and a scalar": ({"x": list("abcdef"), "scale": TABLE[1], "whole": [1, 2, 3]}, [1, 2, 3]),
+    "an array beside lists": ({"x": list("abcdef"), "y": list(range(6)), "whole": numpy.arange(3.0)}, numpy.arange(3.0)),
+}
+
+
+@pytest.mark.parametrize("name", LIKE_THE_ROWS)
+@pytest.mark.parametrize("wrap", [dict, lambda items: Pair(items, 0), lambda items: {"x": [items], "y": items["x"]}])
+def test_what_stayed_whole_stays_whole(name, wrap):
+    full, whole = LIKE_THE_ROWS[name]
+    find = {Pair: lambda part: part.x}.get(type(wrap(full)), lambda part: part if "whole" in part else part["x"][0])
+    for start, stop in ((0, 3), (3, 6)):
+        local = take_rows(wrap(full), start, stop, total=6)
+        for again in (take_rows(local, 0, 2, total=3), take_rows(take_rows(local, 0, 3, total=3), 2, 3, total=3)):
+            found = find(again)["whole"]
+            assert len(found) == 3
+            assert all(a == b for a, b in zip(found, whole))
+            assert len(find(again)["x"]) in (1, 2)
+    assert find(spare_row(take_rows(wrap(full), 6, 6, total=6)))["whole"] is not None
+
+
+@pytest.mark.parametrize("others", [{"labels": torch.arange(6)}, {"names": list("abcdef")}])
+def test_items_of_a_list_stay_items(others):
+    local = take_rows({"images": IMAGES, **others}, 3, 6, total=6)
+    for start in range(3):
+        (image,) = take_rows(local, start, start + 1, total=3)["images"]
+        assert torch.equal(image, IMAGES[3 + start])
+
+
+def test_a_shared_tensor_is_judged_in_each_batch_by_itself():
+    shared = torch.arange(3)
+    first = take_rows({"x": torch.zeros(6), "y": torch.zeros(6), "shared": shared}, 0, 3)
+    second = take_rows({"x": torch.zeros(3), "y": torch.zeros(3), "shared": shared}, 1, 3)
+    assert first["shared"] is shared
+    assert second["shared"].tolist() == [1, 2]
+    assert take_rows(second, 1, 2)["shared"].tolist() == [2]
+    assert take_rows(first, 1, 2)["shared"].tolist() == [0, 1, 2]
+    # Beside tensors that no cut made, nothing is known of it.
+    assert take_rows({"x": torch.zeros(3), "y": torch.zeros(3), "shared": shared}, 0, 1)["shared"].tolist() == [0]
+
+
+def test_what_is_added_to_a_cut_batch_goes_by_its_first_dimension():
+    local = take_rows({"x": torch.zeros(6), "y": torch.zeros(6), "whole": TABLE}, 0, 3)
+    part = take_rows({**local, "mask": local["x"] > 0, "table": torch.zeros(4)}, 0, 1)
+    assert [len(part[key]) for key in ("x", "y", "whole", "mask", "table")] == [1, 1, 3, 1, 4]

@@ -2,6 +2,9 @@
 
 A batch is a tensor, or tensors inside mappings, sequences and dataclasses. Tensors whose first dimension is the batch are
 cut, and so are lists with one item per row; everything else belongs to the whole batch and is passed as it is.
+
+What belongs to the whole batch is decided where it is cut first. Its rows may later be cut again, and by then there may be
+just as many of them as a whole tensor is long; so the parts remember what stayed whole, and later cuts ask them first.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
 from phalanx.errors import ShapeError
 
+# Attributes of the tensors that a cut makes. What is shared with other batches gets none: there it may be cut.
 _SPARE = "_phalanx_spare_row"
+_WHOLE = "_phalanx_whole"
 
 
 def num_rows(batch: Any) -> int:
@@ -56,8 +61,8 @@ def take_rows(batch: Any, start: int, stop: int, total: int | None = None) -> An
     Where that leaves none, the result carries one real row of the batch, which `spare_row` returns.
     """
     total = num_rows(batch) if total is None else total
-    spare = _take(batch, slice(0, 1), total) if start >= stop and total else None
-    return _take(batch, slice(start, stop), total, spare)
+    spare = take_rows(batch, 0, 1, total) if start >= stop and total else None
+    return _Cut(batch, slice(start, stop), total).take(batch, spare)
 
 
 def spare_row(batch: Any) -> Any:
@@ -103,22 +108,63 @@ def _possible_sizes(entry: Any) -> set[int]:
     return inner | {len(entry)} if isinstance(entry, list | tuple) and not hasattr(entry, "_fields") else inner
 
 
-def _take(batch: Any, rows: slice, total: int, spare: Any = None) -> Any:
-    if isinstance(batch, torch.Tensor | numpy.ndarray):
-        if not batch.ndim or batch.shape[0] != total:
-            return batch
-        part = batch[rows]
-        if spare is not None and isinstance(part, torch.Tensor):
-            setattr(part, _SPARE, spare)
+class _MarkedArray(numpy.ndarray):
+    """An array that takes attributes, as a tensor does."""
+
+
+class _Cut:
+    """One cut of a batch: which tensors and lists it divides, and what it leaves whole."""
+
+    def __init__(self, batch: Any, rows: slice, total: int):
+        self.rows, self.total = rows, total
+        self.known_whole = {id(item) for leaf in _arrays(batch) for item in getattr(leaf, _WHOLE, ())}
+        # Marks hang on the rows of tensors; where only lists are divided they hang on new views of whole tensors.
+        self.divides_tensors = self._divides_any(batch)
+        self.whole: list = []
+        self.made: list = []
+
+    def take(self, batch: Any, spare: Any) -> Any:
+        part = self._take(batch)
+        for leaf in self.made:
+            if spare is not None:
+                setattr(leaf, _SPARE, spare)
+            if self.whole:
+                setattr(leaf, _WHOLE, self.whole)
         return part
-    if isinstance(batch, list | tuple) and not hasattr(batch, "_fields") and len(batch) == total and not _is_cut(batch, total):
-        return batch[rows]
-    return _rebuild(batch, lambda item: _take(item, rows, total, spare))
 
+    def _take(self, batch: Any) -> Any:
+        if isinstance(batch, torch.Tensor | numpy.ndarray):
+            return self._mark(batch[self.rows]) if self._divides(batch) else self._keep(batch)
+        is_plain = isinstance(batch, list | tuple) and not hasattr(batch, "_fields")
+        if not is_plain or self._divides_any(batch):
+            return _rebuild(batch, self._take)
+        if len(batch) == self.total and id(batch) not in self.known_whole:
+            return self._keep(batch[self.rows])
+        part = _rebuild(batch, self._take)
+        self.whole.append(part)
+        return part
 
-def _is_cut(batch: Any, total: int) -> bool:
-    """Whether some tensor inside has the batch as its first dimension (so that a list of `total` items is a structure)."""
-    return any(leaf.ndim and leaf.shape[0] == total for leaf in _arrays(batch))
+    def _divides(self, leaf: Any) -> bool:
+        return bool(leaf.ndim) and leaf.shape[0] == self.total and id(leaf) not in self.known_whole
+
+    def _divides_any(self, batch: Any) -> bool:
+        """Whether some tensor inside has the batch as its first dimension (so that a list of `total` items is a structure)."""
+        return any(self._divides(leaf) for leaf in _arrays(batch))
+
+    def _keep(self, value: Any) -> Any:
+        """A whole tensor, or the items of some rows: no later cut divides a tensor in there."""
+        if not self.divides_tensors and next(_arrays(value), None) is not None:
+            if not isinstance(value, torch.Tensor | numpy.ndarray):
+                return _rebuild(value, self._keep)
+            value = self._mark(value[...])
+        self.whole.extend(leaf for leaf in _arrays(value) if leaf.ndim)
+        return value
+
+    def _mark(self, made: Any) -> Any:
+        if type(made) is numpy.ndarray:
+            made = made.view(_MarkedArray)
+        self.made.append(made)
+        return made
 
 
 def _rebuild(batch: Any, function: Callable[[Any], Any]) -> Any:
