@@ -194,3 +194,45 @@ def unboosted_backward(plan):
 @pytest.mark.parametrize(("plan", "world"), [(plan, 2) for plan in STAGES] + [("zero0", 1), ("zero0+bf16", 1)])
 def test_a_backward_outside_of_the_booster_is_refused(plan, world):
     assert all("booster.backward(loss, optimizer)" in message for message in run_ranks(unboosted_backward, world, plan))
+
+
+def without_a_backward(plan):
+    """What a step, or a look at gradients, before any backward tells; and that a step after a backward then goes through."""
+    booster, _, optimizer = boost(plan, *_model_and_sgd())
+    told = []
+    for call in (optimizer.step, booster.gradients):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        told.append(str(caught.value))
+    booster.forward_backward(local(batch()))
+    optimizer.zero_grad()
+    with pytest.raises(ConfigError) as caught:
+        optimizer.step()
+    result = booster.step(local(batch()))
+    return [*told, str(caught.value)], result.skipped, result.skipped_total
+
+
+@pytest.mark.parametrize(("plan", "world"), [("zero0", 1), ("zero0", 2), ("zero2+bf16", 2), ("zero3", 2), ("fsdp", 2)])
+def test_a_step_before_any_backward_is_refused_and_no_skipped_step(plan, world):
+    for told, skipped, skipped_total in run_ranks(without_a_backward, world, plan):
+        assert all("no rank ran a backward since the last step" in message for message in told)
+        assert (skipped, skipped_total) == (False, 0)
+
+
+def on_the_last_rank_alone(plan):
+    """The error of the gradients where only one rank has a batch, which the others know nothing of."""
+    model, optimizer = _model_and_sgd()
+    reference, _ = _model_and_sgd()
+    booster, model, optimizer = boost(plan, model, optimizer)
+    _, expected = plain_step(reference, sgd(reference), [batch()])
+    if booster.world.rank == booster.world.size - 1:
+        with booster.no_sync():
+            loss, count = criterion(model(batch()["words"]), batch())
+            booster.backward(loss / count, optimizer, count=count)
+    return worst(booster.gradients(), expected), optimizer.step().skipped
+
+
+def test_a_rank_may_have_no_backward_where_another_has():
+    for error, skipped in run_ranks(on_the_last_rank_alone, 2, "zero0"):
+        assert error < TOLERANCE
+        assert not skipped

@@ -199,10 +199,17 @@ class Training:
         if math.isinf(self.norm_type):
             comm.all_reduce(power, self.data_axis, op="max").wait()
             power = power / self.data_axis.size
-        vector = torch.cat([torch.stack([self.loss_sum, self.count, power]), used])
+        own_backwards = torch.full_like(power, self.num_backwards)
+        vector = torch.cat([torch.stack([self.loss_sum, self.count, power, own_backwards]), used])
         comm.all_reduce(vector, self.data_axis).wait()
-        loss_sum, count, total, *flags = _read(vector)
+        loss_sum, count, total, num_backwards, *flags = _read(vector)
         engine.set_used([flag > 0 for flag in flags])
+        if not num_backwards:
+            raise ConfigError(
+                "no rank ran a backward since the last step",
+                allowed="optimizer.step() and booster.gradients() after a backward",
+                remedy="booster.backward(loss, optimizer), or booster.step(batch)",
+            )
         if math.isnan(loss_sum):
             engine.look_again()
         self.agreed = Agreed(loss_sum, count, total)
