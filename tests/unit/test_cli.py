@@ -42,6 +42,16 @@ def test_every_command_has_help_with_an_example_and_its_exit_codes(capsys, comma
         (["run", "-n", "0", "x.py"], "-n is 0. Allowed: 1 or more"),
         (["run", "none.py"], "there is no script none.py"),
         (["plan", "zero1", "--world", "x"], "invalid int value"),
+        (["plan", "zero1", "--world", "0"], "ConfigError: --world is 0. Allowed: 1 or more. Try: --world 2"),
+        (["plan", "zero1", "--world", "-2"], "ConfigError: --world is -2"),
+        (["plan", "zero1", "--parameters", "-5"], "ConfigError: --parameters is -5. Allowed: 1 or more"),
+        (["plan", "zero1", "--parameters", "0"], "ConfigError: --parameters is 0"),
+        (["plan", "zero1", "--parameters", "nan"], "ConfigError: --parameters is nan"),
+        (["plan", "zero1", "--parameters", "inf"], "ConfigError: --parameters is inf"),
+        (["plan", "zero1", "--parameters", "10", "--layers", "0"], "ConfigError: --layers is 0"),
+        (["verify", "--model", "tiny-gpt2", "--plan", "zero1", "--world", "0"], "ConfigError: world is 0. Allowed: 1 or more"),
+        (["verify", "--model", "tiny-gpt2", "--plan", "zero1", "--rows", "0"], "ConfigError: rows is 0. Allowed: 1 or more"),
+        (["verify", "--model", "tiny-gpt2", "--plan", "zero1", "--steps", "0"], "ConfigError: steps is 0. Allowed: 1 or more"),
     ],
 )
 def test_wrong_use_ends_with_2_and_one_line(capsys, words, message):

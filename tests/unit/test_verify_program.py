@@ -1,6 +1,7 @@
 """What can be verified: built-in names, directories, functions of files; their batches, and their start weights."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -107,6 +108,15 @@ def test_functions_of_files(user_file):
         find_source(f"{user_file}:number").build()
     with pytest.raises(ConfigError, match="there is no file"):
         find_source("absent.py:f").build()
+
+
+def test_a_file_finds_the_modules_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "module_beside.py").write_text(USER_FILE)
+    path = tmp_path / "user_entry.py"
+    path.write_text("def late():\n    from module_beside import whole\n    return whole()\n\nfrom module_beside import whole")
+    for function in ("whole", "late"):
+        assert type(find_source(f"{path}:{function}").build().model).__name__ == "Twice"
 
 
 def test_equal_sources_start_from_equal_weights(user_file):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 from phalanx.cli.output import print_json, print_rows, show_bytes
+from phalanx.errors import ConfigError
 
 EXAMPLE = "phalanx plan zero2+bf16 --world 8 --parameters 1.3e9 --layers 24"
 
@@ -19,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     from phalanx.plan import Plan, validate
 
+    _require_counts(arguments)
     faults = [] if arguments.plan.endswith(".toml") else validate(arguments.plan, world=arguments.world)
     if faults:
         report = {"ok": False, "plan": arguments.plan, "conflicts": faults}
@@ -28,16 +31,23 @@ def execute(arguments: argparse.Namespace) -> int:
             print_rows([("conflict", fault) for fault in faults])
         return 1
     plan = Plan.from_toml(arguments.plan) if arguments.plan.endswith(".toml") else Plan.parse(arguments.plan)
-    world = arguments.world or plan.default_world()
+    world = plan.default_world() if arguments.world is None else arguments.world
     plan.require(None, world)
     report = {"ok": True, "plan": str(plan), "world": world, "sizes": plan.sizes(world)}
-    if arguments.parameters:
+    if arguments.parameters is not None:
         report["bytes_per_rank"] = _memory(plan, world, int(arguments.parameters), arguments.layers)
     if arguments.json:
         print_json(report)
     else:
         _print(report)
     return 0
+
+
+def _require_counts(arguments: argparse.Namespace) -> None:
+    for name, works in {"world": "2", "parameters": "1.3e9", "layers": "24"}.items():
+        count = getattr(arguments, name)
+        if count is not None and not 1 <= count < math.inf:
+            raise ConfigError(f"--{name} is {count:g}", allowed="1 or more", remedy=f"--{name} {works}")
 
 
 def _memory(plan, world: int, num_parameters: int, num_layers: int) -> dict[str, int]:

@@ -123,7 +123,10 @@ def program_from(result: Any, name: str, rows: int | None) -> Program:
 
 
 def load_file(path: Path) -> ModuleType:
-    """The module in a Python file, loaded once in a process and registered, so that its classes can be pickled there."""
+    """The module in a Python file, loaded once in a process and registered, so that its classes can be pickled there.
+
+    It finds the modules beside it, as under `python module.py`.
+    """
     if not path.is_file():
         raise ConfigError(f"there is no file {path}", allowed="module.py:function")
     name = path.stem
@@ -134,6 +137,9 @@ def load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} cannot be loaded as a module", allowed="module.py:function")
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

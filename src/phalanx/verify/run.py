@@ -47,8 +47,10 @@ def verify(
     be importable there. Everything runs in float64 with SGD and without dropout; a plan with a precision term is verified a
     second time in that precision. `rows` keeps the first rows of each batch.
     Cost: the model once in this process and once on each of `world` local processes.
-    Raises: PlanError where the plan cannot run on this world; ConfigError where two builds do not start from the same weights.
+    Raises: PlanError where the plan cannot run on this world; ConfigError where `world`, `steps` or `rows` is below 1, and where two
+    builds do not start from the same weights.
     """
+    _require_counts(world=world, steps=steps, rows=rows)
     run = Run(steps=steps, lr=lr, seed=seed, clip_norm=clip_norm, forward=forward)
     source = Functions(model_fn, batch_fn, criterion, rows)
     options = {name: value for name, value in (("count", count), ("split", split)) if value is not None}
@@ -67,8 +69,15 @@ def verify_named(
     timeout_s: float = 300,
 ) -> Report:
     """`verify` for a built-in tiny model, a directory with a config.json, or `module.py:function`."""
+    _require_counts(world=world, steps=steps, rows=rows)
     run = Run(steps=steps, seed=seed, clip_norm=clip_norm)
     return verify_source(find_source(model, rows), plan, world, run, {}, timeout_s)
+
+
+def _require_counts(**counts: int | None) -> None:
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ConfigError(f"{name} is {count}", allowed="1 or more", remedy=f"{name} 2, or leave it out")
 
 
 def verify_source(source: Source, plan: Plan | str, world: int | None, run: Run, options: dict[str, Any], timeout_s: float) -> Report:
@@ -78,7 +87,7 @@ def verify_source(source: Source, plan: Plan | str, world: int | None, run: Run,
     here = launch()
     if here.size > 1 and world not in (None, here.size):
         raise PlanError(f"world {world} was asked for and {here.size} ranks were launched", remedy=f"--world {here.size}, or no launcher")
-    size = here.size if here.size > 1 else world or plan.default_world()
+    size = here.size if here.size > 1 else plan.default_world() if world is None else world
     plan.require(None, size)
     if here.size == 1:
         _require_portable(source, run, options)
