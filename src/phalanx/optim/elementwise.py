@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,24 +12,38 @@ from torch.utils._python_dispatch import _disable_current_modes
 from phalanx.errors import ConfigError
 
 STEPS = 3
-ROWS, COLUMNS = 4, 3
+NUMEL, HALF = 12, 6
+# One form per number of dimensions that a parameter may have; the 0-D one is tried beside them.
+SHAPES = ((12,), (4, 3), (2, 3, 2), (2, 3, 2, 1), (1, 2, 3, 2, 1))
 
 
 def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Runs an optimizer of the same kind and settings on a small matrix, whole and in two flat halves, and compares bit by bit.
+    """Runs an optimizer of the same kind, for each set of its groups' settings, on small whole parameters and on flat halves.
 
+    Each half has an optimizer to itself, as it has on its rank. All must come to the same bits.
     Raises: ConfigError where they differ, or where the optimizer needs a closure or whole matrices.
     """
     kind = type(optimizer)
     try:
         with _disable_current_modes():  # in a rehearsal tensors hold no numbers, and these must
-            whole = _run(optimizer, [(ROWS, COLUMNS)])
-            halves = _run(optimizer, [(ROWS * COLUMNS // 2,)] * 2)
-            is_equal = torch.equal(whole, halves)
+            is_elementwise = _is_elementwise(optimizer)
     except Exception as error:
         raise _refusal(kind, f"it cannot run on flat shards ({type(error).__name__}: {error})") from error
-    if not is_equal:
-        raise _refusal(kind, "its update of one element depends on the others")
+    if not is_elementwise:
+        raise _refusal(kind, "its update of one element depends on the others, or on the shape of their tensor")
+
+
+def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    draws = torch.randn(STEPS + 1, NUMEL, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    # The flat ones come first: an optimizer for matrices says best itself why it cannot run on them.
+    first = _run(optimizer, [draws[:, :HALF], draws[:, :1]])
+    second = _run(optimizer, [draws[:, HALF:]])
+    whole = _run(optimizer, [draws[:, 0], *(draws.view(-1, *shape) for shape in SHAPES)])
+    for (half, single), (other_half,), (scalar, *forms) in zip(first, second, whole, strict=True):
+        flat = torch.cat([half, other_half])
+        if not torch.equal(scalar, single) or not all(torch.equal(form, flat) for form in forms):
+            return False
+    return True
 
 
 def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
@@ -54,26 +69,51 @@ def _refusal(kind: type, why: str) -> ConfigError:
     )
 
 
-def _run(optimizer: torch.optim.Optimizer, shapes: list[tuple[int, ...]]) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    draws = [torch.randn(ROWS * COLUMNS, generator=generator, dtype=torch.float64) for _ in range(STEPS + 1)]
-    cut = [draw.split([torch.Size(shape).numel() for shape in shapes]) for draw in draws]
-    parameters = [nn.Parameter(part.clone().view(shape)) for part, shape in zip(cut[0], shapes)]
-    twin = _twin(optimizer, parameters)
+def _run(optimizer: torch.optim.Optimizer, draws: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """For each set of settings, what becomes of parameters that begin as draw[0] and get the gradients draw[1:], flat."""
+    settings = _distinct_settings(optimizer)
+    groups = [{**each, "params": [nn.Parameter(draw[0].clone()) for draw in draws]} for each in settings]
+    twin = _twin(optimizer, groups)
     with torch.random.fork_rng(devices=[]):
-        for step in range(STEPS):
-            for parameter, part, shape in zip(parameters, cut[step + 1], shapes):
-                parameter.grad = part.clone().view(shape)
+        for step in range(1, STEPS + 1):
+            for group in groups:
+                for parameter, draw in zip(group["params"], draws, strict=True):
+                    parameter.grad = draw[step].clone()
             twin.step()
-    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+    return [[parameter.detach().reshape(-1) for parameter in group["params"]] for group in groups]
 
 
-def _twin(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """A fresh optimizer of the same kind, with those settings that its constructor takes."""
+def _distinct_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The groups' settings, once where only their rates differ: those scale an update, and often each layer has its own."""
+    distinct = {}
+    for group in optimizer.param_groups:
+        settings = _settings(group)
+        others = {name: value for name, value in settings.items() if name not in ("lr", "initial_lr")}
+        if "lr" in settings:  # a warm-up begins at 0, where no update differs from another
+            settings["lr"] = settings.get("initial_lr") or settings["lr"] or 0.1
+        distinct[repr(others)] = settings
+    return list(distinct.values())
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    left_out = ("params", "param_names", "capturable")
+    settings = {name: value for name, value in group.items() if name not in left_out}
+    if settings.get("fused"):  # the same formula, rounded differently at the end of a tensor than in its middle
+        settings["fused"] = False
+    return {name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value for name, value in settings.items()}
+
+
+def _twin(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """A fresh optimizer of the same kind over `groups`, with those defaults that its constructor takes."""
     accepted = inspect.signature(type(optimizer).__init__).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
-    settings = {name: value for name, value in optimizer.defaults.items() if takes_any or name in accepted}
-    settings = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in settings.items()}
-    settings.pop("capturable", None)
-    settings.pop("params", None)
-    return type(optimizer)(parameters, **settings)
+    defaults = {name: value for name, value in _settings(optimizer.defaults).items() if takes_any or name in accepted}
+    if len(groups) > 1:
+        twin = type(optimizer)([dict(group) for group in groups], **defaults)
+    else:  # a constructor may know nothing of groups
+        twin = type(optimizer)(groups[0]["params"], **defaults)
+        twin.param_groups[0].update(groups[0])
+    for name, value in vars(optimizer).items():  # settings that it keeps outside of its groups
+        if name in vars(twin) and isinstance(value, bool | int | float | str | None):
+            setattr(twin, name, value)
+    return twin
