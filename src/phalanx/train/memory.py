@@ -98,9 +98,8 @@ def predicted_memory(model: torch.nn.Module, batch: BatchSettings, plan: Plan, w
     row_bytes = activation_bytes_of_a_row(model, {"input_ids": tokens, "labels": tokens})
     activations = scale_activations(row_bytes, 1, batch.rows, plan, data_size)
     found = predict(sum(chunk_sizes(model)), chunk_sizes(model), plan, data_size, activation_bytes=activations)
-    # Gradients go after each step; the buffers that parameters and gradients are gathered in stay for the next.
-    kept = ("parameter", "optimizer", "gathered_parameters", "gathered_gradient")
-    return StepMemory(sum(found[kind] for kind in kept), found["total"])
+    # Gradients, and what was gathered of parameters, go after each step.
+    return StepMemory(found["parameter"] + found["optimizer"], found["total"])
 
 
 def chunk_sizes(model: torch.nn.Module) -> list[int]:
