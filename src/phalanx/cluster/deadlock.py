@@ -27,6 +27,8 @@ from phalanx.errors import CommError
 PATIENCE_S = 6.0
 # Two looks this far apart must show the same waits: one look may meet a rank between two of them.
 BETWEEN_LOOKS_S = 2.0
+# Time for the others to notice the error, before the store may go with the rank that raises it.
+NOTICE_S = 1.0
 PLACES = 4
 REMEDY = "the same calls in the same order on every rank"
 _KEY = "phalanx/waiting/{}"
@@ -89,6 +91,7 @@ class Search:
         if self._rank == min(rank for rank, wait in self._seen.items() if wait.ranks):  # one tells; the others notice
             error = CommError(f"ranks wait for each other: {_places(self._seen)}", remedy=REMEDY)
             failure.publish(error)
+            time.sleep(NOTICE_S)
             raise error
 
 
