@@ -73,6 +73,14 @@ def test_two_ranks_learn_what_one_learns(tmp_path):
     assert kept[1] < kept[0]
 
 
+def test_the_engine_of_pytorch_learns_the_same(tmp_path):
+    path = write_recipe(tmp_path)
+    ours, theirs = (run(path, 2, f"run.folder={tmp_path}/{plan}", f"run.plan={plan}", "steps.total=2") for plan in ("zero3", "fsdp"))
+    assert curve(theirs) == pytest.approx(curve(ours), rel=1e-5)
+    kept = [json.loads(folder.summary.read_text())["memory"][0] for folder in (ours, theirs)]
+    assert all(memory["measured"]["kept"] > 0 and memory["predicted"]["kept"] > 0 for memory in kept)
+
+
 def test_a_resumed_run_equals_one_that_never_stopped_bit_for_bit(tmp_path):
     path = write_recipe(tmp_path)
     whole = run(path, 2, f"run.folder={tmp_path}/whole")

@@ -61,9 +61,10 @@ class TensorCount(TorchDispatchMode):
             return
         try:
             storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # has no storage of its own
+            is_ignored = storage.data_ptr() in self._ignored
+        except (NotImplementedError, RuntimeError):  # has no storage of its own, as what wraps other tensors
             return
-        if storage.data_ptr() not in self._ignored:
+        if not is_ignored:
             key = storage._cdata
             self._live.setdefault(key, weakref.ref(storage, lambda _: self._live.pop(key, None)))
 
