@@ -191,8 +191,8 @@ def test_a_rank_that_calls_backward_less_often_is_one_clear_error(plan, first_un
         outcomes = [(str(failure), 0.0)]
     assert time.monotonic() - start < patience(30)
     for message, seconds in outcomes:
-        assert "part 3" in message
-        assert "no_sync" in message
+        # Told by the question that was not answered, or by the waits that cross: whichever is seen first.
+        assert ("part 3" in message and "no_sync" in message) or "wait for each other" in message
         assert seconds < patience(20)
 
 
