@@ -7,14 +7,16 @@ Box and run together are enough to save, load, reshard and export any tensor und
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-Box = tuple[tuple[int, int], ...]
+Range = tuple[int, int]
+Box = tuple[tuple[Range, ...], ...]
 
 
 def split_range(total: int, parts: int, index: int) -> tuple[int, int]:
@@ -39,18 +41,32 @@ def round_up(value: int, multiple: int) -> int:
 class Layout:
     """The logical shape of one tensor and the part of it that this rank holds.
 
-    Shapes: `shape` is logical; `box` has one (start, stop) per dimension, `run` is (start, stop) in the flattened box.
+    Shapes: `shape` is logical; `box` has ascending ranges (start, stop) for each dimension, one as a rule, several where a dimension
+    is made of fused parts that are cut each; `run` is (start, stop) in the flattened box. A single range may be given bare.
     """
 
     shape: tuple[int, ...]
     box: Box
-    run: tuple[int, int]
+    run: Range
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "box", tuple(_as_ranges(dimension) for dimension in self.box))
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Layout:
         """The layout of a tensor that is held in full."""
-        shape = tuple(shape)
-        return cls(shape, tuple((0, size) for size in shape), (0, math.prod(shape)))
+        return cls.of_box(shape, [(0, size) for size in shape])
+
+    @classmethod
+    def of_box(cls, shape: Sequence[int], box: Sequence[Range | Sequence[Range]]) -> Layout:
+        """The layout of a box that is held in full."""
+        ranges = tuple(_as_ranges(dimension) for dimension in box)
+        return cls(tuple(shape), ranges, (0, math.prod(_extent(dimension) for dimension in ranges)))
+
+    @classmethod
+    def cut(cls, shape: Sequence[int], dim: int, *ranges: Range) -> Layout:
+        """The layout of a tensor cut along one dimension alone."""
+        return cls.of_box(shape, [ranges if at == dim % len(shape) else (0, size) for at, size in enumerate(shape)])
 
     def with_run(self, start: int, stop: int) -> Layout:
         """The same box, cut to the elements start to stop of its row-major order."""
@@ -58,41 +74,54 @@ class Layout:
 
     @property
     def box_shape(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in self.box)
+        return tuple(_extent(dimension) for dimension in self.box)
 
     @property
     def num_elements(self) -> int:
         return self.run[1] - self.run[0]
 
-    def spans(self) -> Iterator[tuple[int, int, int]]:
-        """Yields (local offset, logical flat offset, length) of maximal pieces that are contiguous in both orders.
+    @property
+    def is_whole(self) -> bool:
+        return self.run == (0, math.prod(self.shape))
 
-        Cost: one item per innermost row of the box where the box cuts an inner dimension, else one item in all.
+    def take(self, full: torch.Tensor) -> torch.Tensor:
+        """The box of a full tensor; a view where each dimension has one range.
+
+        Shapes: `shape` -> `box_shape`.
         """
-        shape, box, inner = self.shape, self.box_shape, len(self.shape)
-        length = 1
-        while inner > 0 and box[inner - 1] == shape[inner - 1]:
-            inner -= 1
-            length *= shape[inner]
-        if inner > 0:
-            inner -= 1
-            length *= box[inner]
-        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-        position, (start, stop) = start_of_row(self.run[0], length), self.run
-        while position < stop and length:
-            row = position // length
-            logical = self.box[inner][0] * strides[inner] if inner < len(shape) else 0
-            for dim in reversed(range(inner)):
-                row, at = divmod(row, box[dim])
-                logical += (self.box[dim][0] + at) * strides[dim]
-            first, last = max(position, start), min(position + length, stop)
-            yield first - start, logical + first - position, last - first
-            position += length
+        for dim, ranges in enumerate(self.box):
+            parts = [full.narrow(dim, start, stop - start) for start, stop in ranges]
+            full = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        return full
+
+    def put(self, full: torch.Tensor, box: torch.Tensor) -> None:
+        """Writes the box into a full tensor: the inverse of `take`."""
+        for place in itertools.product(*(_with_offsets(ranges) for ranges in self.box)):
+            target, source = full, box
+            for dim, (start, offset, size) in enumerate(place):
+                target, source = target.narrow(dim, start, size), source.narrow(dim, offset, size)
+            target.copy_(source)
 
 
-def start_of_row(position: int, length: int) -> int:
-    """The first element of the row of `length` elements that holds `position`."""
-    return position // length * length if length else position
+def _as_ranges(dimension: Any) -> tuple[Range, ...]:
+    """One or several ranges, as a tuple of ranges; neighbours that touch are joined."""
+    pairs = [dimension] if len(dimension) == 2 and isinstance(dimension[0], int) else dimension
+    ranges: list[Range] = []
+    for start, stop in pairs:
+        if ranges and ranges[-1][1] == start:
+            start = ranges.pop()[0]
+        ranges.append((start, stop))
+    return tuple(ranges)
+
+
+def _extent(ranges: Sequence[Range]) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+def _with_offsets(ranges: Sequence[Range]) -> list[tuple[int, int, int]]:
+    """For each range its (start, offset among the ranges, size)."""
+    sizes = [stop - start for start, stop in ranges]
+    return [(start, sum(sizes[:at]), sizes[at]) for at, (start, _) in enumerate(ranges)]
 
 
 @dataclass

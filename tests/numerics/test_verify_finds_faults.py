@@ -64,7 +64,7 @@ def drift_on_one_rank(monkeypatch):
 
     def update(self, factor):
         whole(self, factor)
-        if self.data_axis.index == 1:
+        if self.world.index == 1:
             with torch.no_grad():
                 weight = next(self.model.parameters())
                 weight.view(-1)[0] = torch.nextafter(weight.view(-1)[0], torch.tensor(1e9, dtype=weight.dtype))

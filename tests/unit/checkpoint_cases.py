@@ -35,17 +35,22 @@ def random_layouts(shape: Sequence[int], ranks: int, choose: random.Random) -> l
         box = []
         for size, parts in zip(shape, grid):
             place, index = divmod(place, parts)
-            box.append(split_range(size, parts, index))
-        whole = Layout(tuple(shape), tuple(box), (0, 0))
-        count = Layout.whole(whole.box_shape).num_elements
-        layouts.append(whole.with_run(*split_range(count, runs, run)))
+            box.append(part_of(size, parts, index))
+        whole = Layout.of_box(shape, box)
+        layouts.append(whole.with_run(*split_range(whole.num_elements, runs, run)))
     return layouts
+
+
+def part_of(size: int, parts: int, index: int) -> list[tuple[int, int]]:
+    """A part of a dimension; of one of odd size, seen as two things fused behind one another, a part of each."""
+    seam = size // 3 if size % 2 else 0
+    (first, last), (start, stop) = split_range(seam, parts, index), split_range(size - seam, parts, index)
+    return [(first, last), (seam + start, seam + stop)]
 
 
 def cut(name: str, full: torch.Tensor, layout: Layout) -> Piece:
     """The piece of a full tensor that a layout names."""
-    box = full[tuple(slice(start, stop) for start, stop in layout.box)]
-    return Piece(name, box.reshape(-1)[layout.run[0] : layout.run[1]].clone(), layout)
+    return Piece(name, layout.take(full).reshape(-1)[slice(*layout.run)].clone(), layout)
 
 
 def blank(piece: Piece) -> Piece:

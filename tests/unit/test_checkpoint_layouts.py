@@ -18,9 +18,13 @@ from phalanx.layout import Layout, Piece
 def test_tables_are_the_spans_of_the_layout(seed):
     choose = random.Random(seed)
     for shape in SHAPES:
+        numbers = torch.arange(math.prod(shape)).reshape(shape)
         for layout in random_layouts(shape, choose.randint(1, 6), choose):
             table = spans.table(layout)
-            assert table.tolist() == [list(span) for span in layout.spans()]
+            named = [start + at for _, start, length in table.tolist() for at in range(length)]
+            assert named == cut("x", numbers, layout).tensor.tolist()
+            assert table[:, 0].tolist() == [sum(table[:at, 2]) for at in range(len(table))]
+            assert (table[:, 2] > 0).all()
             assert spans.bounds(layout) == ((table[0, 1], table[-1, 1] + table[-1, 2] - 1) if len(table) else (0, -1))
 
 
@@ -120,3 +124,14 @@ def test_elements_that_nobody_owns_or_two_own_are_refused_when_saving(tmp_path):
     with pytest.raises(CheckpointError, match=r"x \(0 of 6 elements\)"):
         save(tmp_path / "at", [Piece("x", torch.zeros(6), whole, owned=False)], {}, {}, ALONE)
     assert not list(tmp_path.iterdir())
+
+
+def test_put_is_the_inverse_of_take():
+    full = torch.arange(60).reshape(3, 4, 5)
+    layout = Layout.of_box(full.shape, [(0, 3), [(0, 1), (2, 4)], [(1, 2), (3, 5)]])
+    assert torch.equal(layout.take(full), full[:, [0, 2, 3]][:, :, [1, 3, 4]])
+    other = torch.zeros_like(full)
+    layout.put(other, layout.take(full))
+    assert torch.equal(layout.take(other), layout.take(full))
+    assert other.count_nonzero() == layout.num_elements
+    assert Layout.of_box((6,), [[(0, 2), (2, 5)]]).box == (((0, 5),),)

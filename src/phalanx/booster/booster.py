@@ -10,22 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx import materialize
 from phalanx.anatomy import layer_stacks
 from phalanx.booster import saving
 from phalanx.booster.objective import Objective
 from phalanx.booster.optimizer import BoostedOptimizer, BoostedScheduler
 from phalanx.booster.passes import PASSES, Context
 from phalanx.booster.result import Result
+from phalanx.booster.start import StartState
 from phalanx.booster.training import Training
-from phalanx.cluster import comm, device, launch
-from phalanx.cluster.mesh import Axis, Mesh
+from phalanx.cluster import device, launch
+from phalanx.cluster.mesh import Mesh
 from phalanx.cluster.random import Streams
 from phalanx.data import boost_loader
 from phalanx.errors import ConfigError
 from phalanx.memory import StateEngine
-from phalanx.memory.engine import broadcast_from_first
-from phalanx.memory.partition import clean_name
+from phalanx.memory.axes import StateAxes
 from phalanx.optim.scale import LossScale
 from phalanx.plan import Plan
 from phalanx.precision import Precision
@@ -85,16 +84,18 @@ class Booster:
         """
         if any(training.model is model for training in self.trainings):
             raise ConfigError("this model was boosted already", allowed="each model once", remedy="what the first booster.boost returned")
-        context = Context(self.plan, self.mesh, self.precision, self.streams, uses_own_loss=criterion is None)
+        context = Context.of(self.plan, self.mesh, self.precision, self.streams, uses_own_loss=criterion is None)
         is_cut = self.plan.acc * self.mesh.size("dp") > 1
         objective = Objective(model, criterion, self.forward, self.count, is_cut=is_cut)
+        start = StartState(model, self.mesh.world, self.world.device)
         for run in PASSES:
             model = run(model, context)
         training = Training(
             model,
-            self._make_engine(model),
+            self._make_engine(model, context, start),
             objective,
-            data_axis=self.mesh.axis("dp", "cp"),
+            world=self.mesh.world,
+            counts_loss=context.counts_loss,
             num_passes=self.plan.acc,
             clip_norm=self.clip_norm,
             norm_type=self.norm_type,
@@ -118,57 +119,25 @@ class Booster:
         """`boost` with four values back, for callers used to that form."""
         return self.boost(model, optimizer, criterion, dataloader)[:4]
 
-    def _make_engine(self, model: nn.Module) -> Any:
-        data = self.mesh.axis("dp", "cp")
-        is_lazy = materialize.is_lazy(model)
-        if not is_lazy:
-            self._place_buffers(model, data)
+    def _make_engine(self, model: nn.Module, context: Context, start: StartState) -> Any:
+        data, stage, group = self.mesh.axis("dp", "cp"), self.plan.zero, self.plan.zero_group
         if self.plan.fsdp and data.size > 1:  # one rank has nothing to shard, whoever does it
             from phalanx.memory.fsdp import FsdpEngine
 
             return FsdpEngine(model, layer_stacks(model), precision=self.precision, axis=data, device=self.world.device)
-        stage, group = self.plan.zero, self.plan.zero_group or data.size
         if group == 1:  # shards in groups of one are whole: plain replicas
-            stage, group = 0, data.size
-        replicas, shards = self.mesh.split(data, group, names=("replicas", "shards") if group < data.size else ("", data.name))
-        fill = None
-        if is_lazy:
-            fill = lambda receive: self._fill(model, receive)  # noqa: E731
+            stage, group = 0, None
         return StateEngine(
             model,
             layer_stacks(model),
             stage=stage,
             precision=self.precision,
-            shard_axis=shards,
-            replica_axis=replicas,
-            reduce_axis=self.mesh.channel(shards, "reduce"),
+            axes_of=lambda axis: StateAxes.cut(self.mesh, axis or data, group),
+            world=self.mesh.world,
             device=self.world.device,
-            fill=fill,
+            placements=context.placements,
+            fill=start.fill,
         )
-
-    def _fill(self, model: nn.Module, receive: Callable[[str, torch.Tensor], None]) -> None:
-        """Replays the construction of a lazy model: parameters go to `receive`, buffers to their place."""
-        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        data = self.mesh.axis("dp", "cp")
-
-        def place(name: str, value: torch.Tensor) -> None:
-            value = broadcast_from_first(value.to(self.world.device), data)
-            if name in parameters:
-                receive(clean_name(name), value)
-            else:
-                owner, _, attribute = name.rpartition(".")
-                model.get_submodule(owner)._buffers[attribute] = value
-
-        materialize.replay(model, place)
-
-    def _place_buffers(self, model: nn.Module, axis: Axis) -> None:
-        placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # a buffer that modules share stays shared; the old one keeps its id
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    if id(buffer) not in placed:
-                        placed[id(buffer)] = buffer, broadcast_from_first(buffer.to(self.world.device), axis)
-                    module._buffers[name] = placed[id(buffer)][1]
 
     def _make_scale(self) -> LossScale:
         options = dict(getattr(self.plugin, "scaler", None) or {})
@@ -202,10 +171,7 @@ class Booster:
         before = training.loss_sum.clone(), training.count.clone()
         training.forward_backward(batch)
         training.rhythm.visit("the loss of forward_backward")
-        totals = torch.stack([training.loss_sum - before[0], training.count - before[1]])
-        comm.all_reduce(totals, training.data_axis).wait()
-        loss, count = totals.tolist()
-        return Result(loss=loss / count if count else float("nan"), tokens=round(count))
+        return training.total(torch.stack([training.loss_sum - before[0], training.count - before[1]]))
 
     def backward(self, loss: torch.Tensor, optimizer: BoostedOptimizer, count: Any = None) -> None:
         """Differentiates a loss of a hand-written loop.

@@ -157,6 +157,6 @@ def move_to_shards(optimizer: Optimizer, engine: StateEngine) -> list[list[str]]
 
 
 def _cut(value: Any, chunk: Any, slot: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or value.shape != slot.shape or not chunk.policy.optimizer:
+    if not isinstance(value, torch.Tensor) or value.shape != slot.logical_shape:
         return value
-    return value.reshape(-1)[slice(*chunk.local_run(slot))].to(chunk.device, copy=True)
+    return chunk.cut(slot, value).to(chunk.device, copy=True)

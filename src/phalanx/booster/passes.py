@@ -5,14 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from phalanx.anatomy import is_batch_dependent, layer_stacks, replace_causal_loss
-from phalanx.cluster.mesh import Mesh
+from phalanx.cluster.mesh import Axis, Mesh
+from phalanx.cluster.placement import Placements
 from phalanx.cluster.random import Streams
 from phalanx.errors import PlanError
 from phalanx.kernels.cross_entropy import causal_loss
@@ -23,13 +24,29 @@ from phalanx.precision import Precision
 
 @dataclass
 class Context:
-    """What a pass may need to know."""
+    """What a pass may need to know, and where it says what it did.
+
+    `placements` takes the boxes of the parameters that a pass cuts; `loss_copies` are the axes whose ranks compute the same loss.
+    """
 
     plan: Plan
     mesh: Mesh
     precision: Precision
     streams: Streams
     uses_own_loss: bool
+    placements: Placements = field(default_factory=Placements)
+    loss_copies: tuple[Axis, ...] = ()
+
+    @classmethod
+    def of(cls, plan: Plan, mesh: Mesh, precision: Precision, streams: Streams, *, uses_own_loss: bool) -> Context:
+        """What holds before any pass: tensor ranks do the same work, and compute the same loss."""
+        copies = (mesh.axis("tp"),)
+        return cls(plan, mesh, precision, streams, uses_own_loss, Placements(copies), copies)
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether this rank's loss and count enter the sums over all ranks."""
+        return all(axis.index == 0 for axis in self.loss_copies)
 
 
 def refuse_batch_dependence(model: nn.Module, context: Context) -> nn.Module:

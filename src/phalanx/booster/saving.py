@@ -249,7 +249,7 @@ def _moment_kinds(training: Training) -> dict[str, Any]:
         if entries:
             mine[slot.name] = entries
     merged: dict[str, Any] = {}
-    for part in comm.gather_objects(mine, training.data_axis):
+    for part in comm.gather_objects(mine, training.world):
         merged |= part
     return dict(sorted(merged.items()))
 

@@ -40,7 +40,8 @@ class Agreed:
 class Training:
     """Runs global batches through a boosted model, pass by pass, and steps its optimizer.
 
-    `num_passes` is the number of accumulation passes; `data_axis` holds the ranks that see different rows.
+    `num_passes` is the number of accumulation passes; `world` holds all ranks, of which only those with `counts_loss` add their
+    loss and count to the sums.
     """
 
     def __init__(
@@ -49,7 +50,8 @@ class Training:
         engine: StateEngine,
         objective: Objective,
         *,
-        data_axis: Axis,
+        world: Axis,
+        counts_loss: bool = True,
         num_passes: int,
         clip_norm: float | None,
         norm_type: float,
@@ -57,7 +59,7 @@ class Training:
         split: Any = None,
     ):
         self.model, self.engine, self.objective = model, engine, objective
-        self.data_axis, self.num_passes, self.split = data_axis, num_passes, split
+        self.world, self.counts_loss, self.num_passes, self.split = world, counts_loss, num_passes, split
         self.clip_norm, self.norm_type, self.scale = clip_norm, norm_type, scale
         self.optimizer: BoostedOptimizer | None = None
         self.scheduler: BoostedScheduler | None = None
@@ -66,7 +68,8 @@ class Training:
         self.num_steps = self.skipped_total = 0
         self.spare: Any = None
         self.scale_is_fitted = scale.growth == 1.0
-        self.rhythm = Rhythm(data_axis)
+        self.rhythm = Rhythm(world)
+        self.names = _all_names(engine, world)
         self._forget()
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -118,8 +121,8 @@ class Training:
 
     def _fit_scale(self, count: torch.Tensor) -> None:
         """Before the very first backward: scales are chosen for a mean, and what is differentiated is a sum."""
-        total = count.clone()
-        comm.all_reduce(total, self.data_axis).wait()
+        total = count * self.counts_loss
+        comm.all_reduce(total, self.world).wait()
         self.scale.fit(float(total))
         self.scale_is_fitted = True
 
@@ -177,7 +180,12 @@ class Training:
         finally:
             self.model.train(was_training)
         self.rhythm.visit("the loss of an evaluation")
-        comm.all_reduce(totals, self.data_axis).wait()
+        return self.total(totals)
+
+    def total(self, loss_and_count: torch.Tensor) -> Result:
+        """Loss and count over all ranks, from this rank's sums. Collective."""
+        totals = loss_and_count * self.counts_loss
+        comm.all_reduce(totals, self.world).wait()
         loss, count = totals.tolist()
         return Result(loss=loss / count if count else math.nan, tokens=round(count))
 
@@ -190,20 +198,21 @@ class Training:
         self.rhythm.visit("the end of the step")
         engine = self.engine
         engine.finish_gradients()
-        if not self.num_backwards and any(engine.used_flags()):
+        mine = engine.used()
+        if not self.num_backwards and mine:
             raise backward_outside()
-        used = torch.tensor(engine.used_flags(), dtype=torch.float64, device=engine.device)
-        if self.data_axis.size > 1:  # a rank that did not use a parameter still holds a part of its summed gradient
-            engine.set_used([True] * len(used))
+        if self.world.size > 1:  # a rank that did not use a parameter still holds a part of its summed gradient
+            engine.set_used(set(self.names))
         power = local_power(engine.gradient_parts(), self.norm_type, engine.device)
         if math.isinf(self.norm_type):
-            comm.all_reduce(power, self.data_axis, op="max").wait()
-            power = power / self.data_axis.size
-        own_backwards = torch.full_like(power, self.num_backwards)
-        vector = torch.cat([torch.stack([self.loss_sum, self.count, power, own_backwards]), used])
-        comm.all_reduce(vector, self.data_axis).wait()
+            comm.all_reduce(power, self.world, op="max").wait()
+            power = power / self.world.size
+        own = torch.stack([self.loss_sum, self.count]) * self.counts_loss
+        used = torch.tensor([self.num_backwards, *(name in mine for name in self.names)], dtype=torch.float64, device=engine.device)
+        vector = torch.cat([own, power.reshape(1), used])
+        comm.all_reduce(vector, self.world).wait()
         loss_sum, count, total, num_backwards, *flags = _read(vector)
-        engine.set_used([flag > 0 for flag in flags])
+        engine.set_used({name for name, flag in zip(self.names, flags) if flag > 0})
         if not num_backwards:
             raise ConfigError(
                 "no rank ran a backward since the last step",
@@ -265,6 +274,12 @@ class Training:
         agreed = self.agree()
         divisor = agreed.count * self.scale.value
         return {name: gradient.detach().clone() / divisor for name, gradient in self.engine.full_gradients()}
+
+
+def _all_names(engine: StateEngine, world: Axis) -> list[str]:
+    """The parameters of all ranks, in an order that all ranks share."""
+    listed = comm.gather_objects([slot.name for _, slot in engine.slots], world)
+    return list(dict.fromkeys(name for names in listed for name in names))
 
 
 def _read(vector: torch.Tensor) -> list[float]:

@@ -86,7 +86,7 @@ def _may_meet(wanted: Layout, bounds: tuple[int, int], saved: Layout) -> bool:
     """False where boxes or the first and last elements of the runs show that there is nothing in common."""
     if not wanted.num_elements or not saved.num_elements:
         return False
-    if any(start >= end or begin >= stop for (start, stop), (begin, end) in zip(wanted.box, saved.box)):
+    if any(mine[0][0] >= theirs[-1][1] or theirs[0][0] >= mine[-1][1] for mine, theirs in zip(wanted.box, saved.box)):
         return False
     first, last = spans.bounds(saved)
     return first <= bounds[1] and bounds[0] <= last

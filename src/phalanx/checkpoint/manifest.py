@@ -186,7 +186,7 @@ def _tensor_from_json(entry: dict[str, Any]) -> SavedTensor:
     shape = tuple(entry["shape"])
     pieces = [
         SavedPiece(
-            Layout(shape, tuple((start, stop) for start, stop in piece["box"]), (piece["run"][0], piece["run"][1])),
+            Layout(shape, piece["box"], (piece["run"][0], piece["run"][1])),
             piece["file"],
             piece["key"],
             piece["checksum"],

@@ -11,31 +11,37 @@ from phalanx.layout import Layout
 
 
 def table(layout: Layout) -> np.ndarray:
-    """The rows of `Layout.spans` (local offset, logical offset, length) as one array, in ascending order of both offsets.
+    """The maximal pieces of a run that are contiguous in both orders: (local offset, logical offset, length), ascending in both.
 
-    Shapes: (spans, 3) int64.
+    Shapes: (spans, 3) int64; one span per range of the innermost dimension that is cut, for each of its rows in the run.
     """
-    inner, length = len(layout.shape), 1
+    inner, stride = len(layout.shape), 1
     while inner and layout.box_shape[inner - 1] == layout.shape[inner - 1]:
         inner -= 1
-        length *= layout.shape[inner]
-    if inner:
-        inner -= 1
-        length *= layout.box_shape[inner]
+        stride *= layout.shape[inner]
+    ranges = np.array(layout.box[inner - 1] if inner else ((0, 1),), dtype=np.int64) * stride
+    outer = max(inner - 1, 0)
+    sizes = ranges[:, 1] - ranges[:, 0]
+    length = int(sizes.sum())
     start, stop = layout.run
     if start >= stop or not length:
         return np.zeros((0, 3), dtype=np.int64)
     rows = np.arange(start // length, -(-stop // length), dtype=np.int64)
+    local = (rows[:, None] * length + (np.cumsum(sizes) - sizes)).reshape(-1)
+    logical = (_row_starts(layout, rows, outer)[:, None] + ranges[:, 0]).reshape(-1)
+    first = np.maximum(local, start)
+    last = np.minimum(local + np.tile(sizes, len(rows)), stop)
+    return np.stack([first - start, logical + first - local, last - first], axis=1)[first < last]
+
+
+def _row_starts(layout: Layout, rows: np.ndarray, outer: int) -> np.ndarray:
+    """The logical offsets at which rows begin, numbered over the first `outer` dimensions of the box."""
     logical = np.zeros_like(rows)
-    left = rows
-    for dim in reversed(range(inner)):
-        left, at = np.divmod(left, layout.box_shape[dim])
-        logical += (layout.box[dim][0] + at) * math.prod(layout.shape[dim + 1 :])
-    if inner < len(layout.shape):
-        logical += layout.box[inner][0] * math.prod(layout.shape[inner + 1 :])
-    first = np.maximum(rows * length, start)
-    last = np.minimum((rows + 1) * length, stop)
-    return np.stack([first - start, logical + first - rows * length, last - first], axis=1)
+    for dim in reversed(range(outer)):
+        places = np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in layout.box[dim]])
+        rows, at = np.divmod(rows, len(places))
+        logical += places[at] * math.prod(layout.shape[dim + 1 :])
+    return logical
 
 
 def bounds(layout: Layout) -> tuple[int, int]:
@@ -45,12 +51,21 @@ def bounds(layout: Layout) -> tuple[int, int]:
     ends = []
     for position in (layout.run[0], layout.run[1] - 1):
         offset, stride = 0, 1
-        for (start, stop), size in zip(reversed(layout.box), reversed(layout.shape)):
-            position, at = divmod(position, stop - start)
-            offset += (start + at) * stride
+        for ranges, extent, size in zip(reversed(layout.box), reversed(layout.box_shape), reversed(layout.shape)):
+            position, at = divmod(position, extent)
+            offset += _place(ranges, at) * stride
             stride *= size
         ends.append(offset)
     return ends[0], ends[1]
+
+
+def _place(ranges: tuple[tuple[int, int], ...], at: int) -> int:
+    """The index that stands at place `at` of the ranges."""
+    for start, stop in ranges:
+        if at < stop - start:
+            return start + at
+        at -= stop - start
+    raise IndexError(at)
 
 
 def overlap(wanted: np.ndarray, saved: np.ndarray) -> np.ndarray:

@@ -44,16 +44,16 @@ class Mesh:
     """All ranks of the world laid out along named axes, outermost first.
 
     Making one is collective: every rank of the world calls it, with the same sizes. Joined and split axes are made on first
-    use, by the ranks that are on them.
+    use, by the ranks that are on them. `parts` gives a name to several neighbouring axes: `{"tp": ("row", "col")}`.
     Raises: ConfigError where the sizes do not multiply to the world.
     """
 
-    def __init__(self, sizes: Mapping[str, int]):
+    def __init__(self, sizes: Mapping[str, int], parts: Mapping[str, Sequence[str]] | None = None):
         world = launch.world()
         if math.prod(sizes.values()) != world.size or min(sizes.values(), default=1) < 1:
             product = " x ".join(f"{name} {size}" for name, size in sizes.items())
             raise ConfigError(f"the mesh {product} does not have {world.size} ranks", allowed="sizes that multiply to the world")
-        self.sizes = dict(sizes)
+        self.sizes, self.parts = dict(sizes), {name: tuple(finer) for name, finer in (parts or {}).items()}
         self.rank = world.rank
         self.coordinates = dict(zip(sizes, _coordinates(world.rank, list(sizes.values())), strict=True))
         self.world = make_axis("world", range(world.size), world.rank)
@@ -64,19 +64,26 @@ class Mesh:
 
     def axis(self, *names: str) -> Axis:
         """One axis, or several joined into one ("dp.cp") in the order of the mesh."""
-        unknown = [name for name in names if name not in self.sizes]
+        finer = [part for name in names for part in self.parts.get(name, (name,))]
+        unknown = [name for name in finer if name not in self.sizes]
         if unknown or not names:
-            raise ConfigError(f"the mesh has no axis {unknown or names}", allowed=", ".join(self.sizes))
-        key = tuple(name for name in self.sizes if name in names)
+            raise ConfigError(f"the mesh has no axis {unknown or names}", allowed=", ".join([*self.sizes, *self.parts]))
+        key = tuple(name for name in self.sizes if name in finer)
         if key not in self._axes:
-            self._axes[key] = make_axis(".".join(key), self._ranks_along(key), self.rank)
+            self._axes[key] = make_axis(self._name_of(key), self._ranks_along(key), self.rank)
         return self._axes[key]
 
+    def _name_of(self, key: Sequence[str]) -> str:
+        name = ".".join(key)
+        for whole, parts in self.parts.items():
+            name = name.replace(".".join(parts), whole)
+        return name
+
     def size(self, name: str) -> int:
-        return self.sizes[name]
+        return self.axis(name).size
 
     def index(self, name: str) -> int:
-        return self.coordinates[name]
+        return self.axis(name).index
 
     def split(self, axis: Axis, inner: int, names: tuple[str, str] | None = None) -> tuple[Axis, Axis]:
         """Cuts an axis into (outer, inner): runs of `inner` neighbours, and the ranks at the same place of every run.

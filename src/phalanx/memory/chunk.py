@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from phalanx.cluster import comm
-from phalanx.cluster.mesh import Axis
+from phalanx.cluster.placement import Placement
 from phalanx.layout import Layout, round_up
+from phalanx.memory.axes import StateAxes
 from phalanx.memory.policy import Policy
 from phalanx.precision import DTypes
 
@@ -32,12 +33,14 @@ class Slot:
     """One parameter's place in its chunk.
 
     `owners` are the (module, attribute) pairs under which the model reaches it; more than one where weights are tied.
-    `dtype` is the one that the person's model has, `identity` the id of the parameter that it was built with.
+    `dtype` is the one that the person's model has, `identity` the id of the parameter that it was built with. `placement` says which
+    box of the parameter this rank holds: all that follows here is about that box.
     """
 
     name: str
     parameter: nn.Parameter
     owners: list[tuple[nn.Module, str]]
+    placement: Placement = field(init=False)
     offset: int = 0
     shard: nn.Parameter | None = field(default=None, repr=False)
     dtype: torch.dtype = field(init=False)
@@ -47,14 +50,19 @@ class Slot:
 
     def __post_init__(self) -> None:
         self.dtype, self.identity = self.parameter.dtype, id(self.parameter)
+        self.placement = Placement(Layout.whole(self.parameter.shape))
 
     @property
     def shape(self) -> torch.Size:
-        return self.parameter.shape
+        return torch.Size(self.placement.layout.box_shape)
+
+    @property
+    def logical_shape(self) -> torch.Size:
+        return torch.Size(self.placement.layout.shape)
 
     @property
     def num_elements(self) -> int:
-        return self.parameter.numel()
+        return self.placement.layout.num_elements
 
     @property
     def can_learn(self) -> bool:
@@ -76,13 +84,15 @@ class Chunk:
     Cost: per rank, with n shards and P elements: parameter P or P/n, gradient P or P/n, optimizer state P or P/n, as `policy` says.
     """
 
-    def __init__(self, name: str, slots: list[Slot], dtypes: DTypes, policy: Policy, axis: Axis, reduce_axis: Axis, device: torch.device):
+    def __init__(self, name: str, slots: list[Slot], dtypes: DTypes, policy: Policy, axes: StateAxes, device: torch.device):
         self.name, self.slots, self.dtypes, self.policy, self.device = name, slots, dtypes, policy, device
-        self.axis = axis
-        self.reduce_axis = reduce_axis  # the same ranks as `axis`, on a channel of its own: the two kinds interleave freely
+        self.axis, self.reduce_axis = axes.shards, axes.reduce
+        # After the sum over shards, sums over those that hold the same shards and those that do other parts of the same work.
+        self.replica_axes = tuple(axis for axis in (axes.replicas, *slots[0].placement.sums) if axis.size > 1)
+        self.is_first_replica = axes.replicas.index == 0
         self.num_elements = self._place_slots()
-        self.shard_elements = self.num_elements // axis.size
-        self.start = axis.index * self.shard_elements
+        self.shard_elements = self.num_elements // self.axis.size
+        self.start = self.axis.index * self.shard_elements
         self.stop = self.start + self.shard_elements
         self.poison: dict[str, torch.Tensor] = {}
         self.is_gathered = True
@@ -143,8 +153,17 @@ class Chunk:
 
     def layout(self, slot: Slot) -> Layout:
         """The logical place of what the optimizer holds of a parameter on this rank."""
-        whole = Layout.whole(slot.shape)
+        whole = slot.placement.layout
         return whole.with_run(*self.local_run(slot)) if self.policy.optimizer else whole
+
+    def cut(self, slot: Slot, full: torch.Tensor) -> torch.Tensor:
+        """What the optimizer holds on this rank of a tensor that is like the whole logical parameter."""
+        box = slot.placement.layout.take(full)
+        return box.reshape(-1)[slice(*self.local_run(slot))] if self.policy.optimizer else box
+
+    def counts(self, slot: Slot) -> bool:
+        """Whether this rank is the one, of all that hold the same elements as its shard, that counts and writes them."""
+        return self.is_first_replica and slot.placement.is_first
 
     @property
     def is_trainable(self) -> bool:
@@ -153,7 +172,8 @@ class Chunk:
     @property
     def is_natural(self) -> bool:
         """Whether gradients can stay where autograd puts them: one rank, and no dtype to change."""
-        return self.axis.size == 1 and self.dtypes.master == self.dtypes.compute == self.dtypes.gradient
+        one_rank = self.axis.size == 1 and not self.replica_axes
+        return one_rank and self.dtypes.master == self.dtypes.compute == self.dtypes.gradient
 
     @property
     def bytes_per_gather(self) -> int:
@@ -162,8 +182,8 @@ class Chunk:
     # -- parameters ----------------------------------------------------------------------------------------------------
 
     def adopt(self, slot: Slot, value: torch.Tensor) -> None:
-        """Takes a parameter's full value into the parts that this rank keeps. Needs `full` only where it stays."""
-        value = value.detach()
+        """Takes a logical parameter's value into the parts that this rank keeps. Needs `full` only where it stays."""
+        value = slot.placement.layout.take(value.detach())
         if not self.policy.parameter:
             slot.view(self.full).copy_(value)
         run = slice(*self.local_run(slot))

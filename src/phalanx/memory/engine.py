@@ -6,7 +6,7 @@ A step through it:  begin_backward -> [hooks collect, reduce, gather, release] -
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -14,8 +14,11 @@ from torch import nn
 
 from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
+from phalanx.cluster.placement import Placements
 from phalanx.errors import ConfigError
-from phalanx.layout import Layout, Piece
+from phalanx.layout import Piece
+from phalanx.memory.assemble import assemble
+from phalanx.memory.axes import StateAxes
 from phalanx.memory.chunk import Chunk, Slot, as_real
 from phalanx.memory.partition import Unit, by_kind, find_units
 from phalanx.memory.policy import ZERO, Policy
@@ -27,9 +30,10 @@ FillParameters = Callable[[Callable[[str, torch.Tensor], None]], None]
 
 
 class StateEngine:
-    """Shards the state of `model` over `shard_axis` and replicates the shards over `replica_axis`.
+    """Holds this rank's part of the state of `model`, in the boxes of `placements`, each sharded over the ranks that share it.
 
-    `blocks` are the model's layer stacks; `fill`, for a model without memory yet, produces (name, full value) one by one.
+    `axes_of` cuts a data axis for the state (None: the model's own). `blocks` are the model's layer stacks; `fill`, for a model
+    without memory yet, produces (name, full value) one by one. All ranks give the same start weights.
     Cost: bytes per rank as in `policy`; parameters are taken over chunk by chunk, so that one chunk exists twice at a time.
     """
 
@@ -40,16 +44,16 @@ class StateEngine:
         *,
         stage: int,
         precision: Precision,
-        shard_axis: Axis,
-        replica_axis: Axis,
-        reduce_axis: Axis,
+        axes_of: Callable[[Axis | None], StateAxes],
+        world: Axis,
         device: torch.device,
+        placements: Placements,
         fill: FillParameters | None = None,
     ):
-        self.model, self.device, self.precision = model, device, precision
-        self.shard_axis, self.replica_axis, self.reduce_axis = shard_axis, replica_axis, reduce_axis
-        self.policy = ZERO[stage if shard_axis.size > 1 else 0]
-        self.units = find_units(model, blocks)
+        self.model, self.device, self.precision, self.world, self.placements = model, device, precision, world, placements
+        self.stage, self.axes_of, self.axes = stage, axes_of, axes_of(None)
+        self.policy = self._policy(self.axes)
+        self.units = find_units(model, blocks, placements)
         for unit in self.units:
             self._make_chunks(unit, lazy=fill is not None)
         self.chunks = [chunk for unit in self.units for chunk in unit.chunks]
@@ -63,7 +67,7 @@ class StateEngine:
         self.reducer = GradientReducer(self.chunks)
         self.stream: ParameterStream | None = None
         if self.policy.parameter:
-            self.stream = ParameterStream(model, self.units, shard_axis)
+            self.stream = ParameterStream(model, self.units, self.axes.shards)
             self.stream.release_all()
             self.reducer.on_complete = self.stream.chunk_complete
         model.register_load_state_dict_pre_hook(self._refuse_lost_load)
@@ -71,24 +75,27 @@ class StateEngine:
 
     # -- construction --------------------------------------------------------------------------------------------------
 
+    def _policy(self, axes: StateAxes) -> Policy:
+        return ZERO[self.stage if axes.shards.size > 1 else 0]
+
     def _make_chunks(self, unit: Unit, lazy: bool) -> None:
-        policy = self.policy if not (unit.stays and self.policy.parameter) else ZERO[2]
         kind_of = lambda slot: self.precision.for_parameter(slot.parameter.dtype)  # noqa: E731
         for number, (dtypes, slots) in enumerate(by_kind(unit, kind_of)):
             name = unit.name if number == 0 else f"{unit.name}#{number}"
-            unit.chunks.append(self._make_chunk(name, slots, dtypes, policy, lazy))
+            axes = self.axes_of(slots[0].placement.data)
+            policy = self._policy(axes)
+            if unit.stays and policy.parameter:
+                policy = ZERO[2]
+            unit.chunks.append(self._make_chunk(name, slots, dtypes, policy, axes, lazy))
 
-    def _make_chunk(self, name: str, slots: list[Slot], dtypes: DTypes, policy: Policy, lazy: bool) -> Chunk:
+    def _make_chunk(self, name: str, slots: list[Slot], dtypes: DTypes, policy: Policy, axes: StateAxes, lazy: bool) -> Chunk:
         if lazy:
             for slot in slots:
                 self._give_memory(slot, dtypes)
-        chunk = Chunk(name, slots, dtypes, policy, self.shard_axis, self.reduce_axis, self.device)
+        chunk = Chunk(name, slots, dtypes, policy, axes, self.device)
         if not lazy:
             for slot in slots:
-                value = slot.parameter.data.to(self.device)
-                for axis in (self.shard_axis, self.replica_axis):
-                    value = broadcast_from_first(value, axis)
-                chunk.adopt(slot, value)
+                chunk.adopt(slot, slot.parameter.data.to(self.device))
         if not lazy or not policy.parameter:
             chunk.bind()
         if policy.parameter:
@@ -101,8 +108,9 @@ class StateEngine:
         slot.parameter = nn.Parameter(holder, requires_grad=slot.parameter.requires_grad)
 
     def _adopt_by_name(self, name: str, value: torch.Tensor) -> None:
-        chunk, slot = self.by_name[name]
-        chunk.adopt(slot, value.to(self.device))
+        if name in self.by_name:  # another rank may hold what this one does not
+            chunk, slot = self.by_name[name]
+            chunk.adopt(slot, value.to(self.device))
 
     # -- one pass ------------------------------------------------------------------------------------------------------
 
@@ -137,9 +145,9 @@ class StateEngine:
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def finish_gradients(self) -> None:
-        """Sums what is still local, over shards and over their replicas.
+        """Sums what is still local, over shards, over their replicas, and over ranks that do other parts of the same work.
 
-        Cost: for grouped sharding 2(r-1)/r of a shard's gradient bytes over r replicas, once per step.
+        Cost: 2(r-1)/r of a shard's gradient bytes over r replicas, once per step.
         """
         self.reducer.finish()
         for chunk in self.chunks:
@@ -148,31 +156,36 @@ class StateEngine:
                     slot.used = slot.parameter.grad is not None
                     if slot.used and slot.parameter.grad.is_sparse:  # type: ignore[union-attr]
                         raise sparse_gradient(slot.name)
-        if self.replica_axis.size > 1:
-            sums = [chunk.reduced if chunk.policy.optimizer else chunk.gradient for chunk in self.chunks if chunk.is_reduced]
-            for pending in [comm.all_reduce(as_real(part), self.replica_axis, wait=False) for part in sums if part is not None]:
-                pending.wait()
+        for number in range(max((len(chunk.replica_axes) for chunk in self.chunks), default=0)):
+            self._sum_over_replicas(number)
 
-    def used_flags(self) -> list[bool]:
-        """For each parameter, whether this rank has a gradient of it."""
-        return [slot.used for _, slot in self.slots]
+    def _sum_over_replicas(self, number: int) -> None:
+        pending = []
+        for chunk in self.chunks:
+            part = chunk.reduced if chunk.policy.optimizer else chunk.gradient
+            if chunk.is_reduced and part is not None and number < len(chunk.replica_axes):
+                pending.append(comm.all_reduce(as_real(part), chunk.replica_axes[number], wait=False))
+        for sum_ in pending:
+            sum_.wait()
 
-    def set_used(self, used: Sequence[bool]) -> None:
+    def used(self) -> set[str]:
+        """The parameters of which this rank has a gradient."""
+        return {slot.name for _, slot in self.slots if slot.used}
+
+    def set_used(self, names: Container[str]) -> None:
         """Sets which parameters have a gradient on any rank; the others are not touched by the optimizer."""
-        for (_, slot), flag in zip(self.slots, used):
-            slot.used = flag
+        for _, slot in self.slots:
+            slot.used = slot.name in names
 
     def gradient_parts(self) -> Iterator[torch.Tensor]:
         """Flat parts of the summed gradient, such that over all ranks each logical element comes exactly once."""
-        if self.replica_axis.index > 0:
-            return
         for chunk in self.chunks:
             if chunk.is_trainable:
                 yield from self._counted_parts(chunk)
 
     def _counted_parts(self, chunk: Chunk) -> Iterator[torch.Tensor]:
         for slot in chunk.slots:
-            if not slot.used:
+            if not (slot.used and chunk.counts(slot)):
                 continue
             first, last = chunk.local_run(slot)
             if first < last:
@@ -226,33 +239,19 @@ class StateEngine:
     def full_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name, full value in master dtype), the same on every rank.
 
-        Cost: one chunk's master bytes at a time.
+        Cost: one parameter's master bytes at a time.
         """
-        for chunk in self.chunks:
-            whole = self._whole(chunk, chunk.master)
-            for slot in chunk.slots:
-                yield slot.name, slot.view(whole)
+        return assemble(self.pieces(""), self.world, self.device)
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name, full gradient summed over ranks) of the parameters in use, the same on every rank."""
-        for chunk in self.chunks:
-            if not chunk.is_trainable:
-                continue
-            if chunk.is_natural:
-                yield from ((slot.name, slot.parameter.grad) for slot in chunk.slots if slot.parameter.grad is not None)
-                continue
-            part = chunk.reduced if chunk.policy.optimizer else chunk.gradient
-            whole = self._whole(chunk, part) if part is not None else None
-            for slot in chunk.slots:
-                if slot.used and whole is not None:
-                    yield slot.name, slot.view(whole)
+        return assemble(self._gradient_pieces(), self.world, self.device)
 
-    def _whole(self, chunk: Chunk, part: torch.Tensor) -> torch.Tensor:
-        if not chunk.policy.optimizer:
-            return part
-        whole = torch.empty(chunk.num_elements, dtype=part.dtype, device=part.device)
-        comm.all_gather(whole, part.contiguous(), self.shard_axis).wait()
-        return whole
+    def _gradient_pieces(self) -> Iterator[Piece]:
+        for chunk in self.chunks:
+            for slot in chunk.slots if chunk.is_trainable else ():
+                if slot.used:
+                    yield from self._piece(chunk, slot, chunk.gradient_view, slot.name)
 
     def publish_all(self) -> None:
         """Like `publish`, for frozen parameters too: after masters were changed from outside."""
@@ -271,22 +270,25 @@ class StateEngine:
 
     def pieces(self, prefix: str) -> Iterator[Piece]:
         """This rank's part of every parameter, in master dtype, for a checkpoint."""
-        for chunk, slot in self.shards():
-            assert slot.shard is not None
-            yield Piece(prefix + slot.name, slot.shard.detach().reshape(-1), chunk.layout(slot), owned=self.owns(chunk, slot))
-        for chunk in self.chunks:
-            for slot in chunk.slots:
-                if slot.num_elements == 0 and slot.shard is None:
-                    empty = torch.empty(0, dtype=chunk.dtypes.master)
-                    yield Piece(prefix + slot.name, empty, Layout.whole(slot.shape), owned=self.is_first)
+        for chunk, slot in self.slots:
+            yield from self._piece(chunk, slot, lambda slot: slot.shard.detach(), prefix + slot.name)
+
+    def _piece(self, chunk: Chunk, slot: Slot, value: Callable[[Slot], torch.Tensor], name: str) -> Iterator[Piece]:
+        """This rank's part of something like a parameter; parameters without elements belong to the first rank."""
+        if slot.shard is not None:
+            yield Piece(name, value(slot).detach().reshape(-1), chunk.layout(slot), owned=self.owns(chunk, slot))
+        elif slot.num_elements == 0:
+            owned = chunk.axis.index == 0 and chunk.counts(slot)
+            yield Piece(name, torch.empty(0, dtype=chunk.dtypes.master), slot.placement.layout, owned=owned)
 
     @property
     def is_first(self) -> bool:
-        return self.shard_axis.index == 0 and self.replica_axis.index == 0
+        """Whether this rank is the first of those that hold the same modules: it writes what is not sharded."""
+        return self.axes.shards.index == 0 and self.axes.replicas.index == 0 and self.placements.is_first
 
     def owns(self, chunk: Chunk, slot: Slot) -> bool:
         """Whether this rank is the one that writes what it holds of a parameter."""
-        return self.replica_axis.index == 0 and (chunk.policy.optimizer or self.shard_axis.index == 0)
+        return chunk.counts(slot) and (chunk.policy.optimizer or chunk.axis.index == 0)
 
     def _refuse_lost_load(self, module: nn.Module, *_: object) -> None:
         if any(_is_lost_by_loading(chunk) for chunk in self.chunks):

@@ -6,7 +6,7 @@ as plain local tensors. A rank holds a run of rows of every parameter. To caller
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -187,14 +187,14 @@ class FsdpEngine:
     def finish_gradients(self) -> None:
         """Every backward has summed its gradients already."""
 
-    def used_flags(self) -> list[bool]:
-        """For each parameter, whether this rank has a gradient of it."""
-        return [slot.used for _, slot in self.slots]
+    def used(self) -> set[str]:
+        """The parameters of which this rank has a gradient."""
+        return {slot.name for _, slot in self.slots if slot.used}
 
-    def set_used(self, used: Sequence[bool]) -> None:
+    def set_used(self, names: Container[str]) -> None:
         """Sets which parameters have a gradient on any rank; the others are not touched by the optimizer."""
-        for (_, slot), flag in zip(self.slots, used):
-            slot.used = flag
+        for _, slot in self.slots:
+            slot.used = slot.name in names
 
     def _gradient(self, slot: Slot) -> torch.Tensor | None:
         """This rank's rows of the summed gradient, flat."""
@@ -301,6 +301,10 @@ class FsdpEngine:
 
     def layout(self, slot: Slot) -> Layout:
         return Layout.whole(slot.shape).with_run(*self.local_run(slot))
+
+    def cut(self, slot: Slot, full: torch.Tensor) -> torch.Tensor:
+        """What the optimizer holds on this rank of a tensor that is like the whole parameter."""
+        return full.reshape(-1)[slice(*self.local_run(slot))]
 
     def shards(self) -> Iterator[tuple[FsdpEngine, Slot]]:
         """The parameters of which the optimizer holds something on this rank."""

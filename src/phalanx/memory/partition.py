@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from phalanx.cluster.placement import Placements
 from phalanx.memory.chunk import Chunk, Slot
 
 STREAMED_ELEMENTS = 1 << 16  # below this, gathering a weight again and again costs more in latency than keeping it costs in memory
@@ -39,12 +40,14 @@ def clean_name(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def find_units(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[Unit]:
+def find_units(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], placements: Placements | None = None) -> list[Unit]:
     """The units of a model in the order in which it registers them; every parameter is in exactly one.
 
     Tied parameters form one slot. A weight tied between a block and something else, or between blocks, stays gathered.
     """
     slots = find_slots(model)
+    for slot in slots:
+        slot.placement = placements.of(slot.owners, slot.parameter.shape) if placements else slot.placement
     block_of = {id(module): index for index, (_, block) in enumerate(blocks) for module in block.modules()}
     units: dict[object, Unit] = {}
     rest = Unit("rest", [])
@@ -95,9 +98,9 @@ def _absorb_small_parts(units: dict[object, Unit], rest: Unit) -> None:
 
 
 def by_kind(unit: Unit, kind_of) -> Iterator[tuple[object, list[Slot]]]:
-    """A unit's slots in groups that can share one flat tensor: the same dtypes, and all trainable or all frozen."""
-    groups: dict[object, list[Slot]] = {}
+    """A unit's slots in groups that can share one flat tensor: the same dtypes and ranks, and all trainable or all frozen."""
+    groups: dict[tuple[object, ...], list[Slot]] = {}
     for slot in unit.slots:
-        groups.setdefault((kind_of(slot), slot.parameter.requires_grad), []).append(slot)
-    for (kind, _), slots in groups.items():
+        groups.setdefault((kind_of(slot), slot.parameter.requires_grad, slot.placement.kind), []).append(slot)
+    for (kind, *_), slots in groups.items():
         yield kind, slots
