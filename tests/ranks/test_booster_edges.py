@@ -244,3 +244,109 @@ def boosted_twice():
 
 def test_a_model_is_boosted_once():
     run_ranks(boosted_twice, 1)
+
+
+def boosted_by_another():
+    model = decoder()
+    boost("zero0", model, sgd(model))
+    with pytest.raises(ConfigError, match="boosted already"):
+        boost("zero1", model, sgd(model))
+
+
+def test_a_model_belongs_to_one_booster():
+    run_ranks(boosted_by_another, 2)
+
+
+def edited_in_place(plan):
+    """Whether an edit of the model's own tensors lasts over a step with lr 0, or the error that says it would not."""
+    model = decoder().float()
+    booster, model, _ = boost(plan, model, sgd(model, lr=0.0))
+    booster.step(local(batch(0)))
+    with torch.no_grad():
+        model.head.weight.mul_(2.0)
+    kept = model.head.weight.detach().clone()
+    try:
+        booster.step(local(batch(1)))
+    except ConfigError as error:
+        return str(error)
+    return torch.equal(kept, model.head.weight)
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero2", "zero0+bf16", "zero2+bf16"])
+def test_an_edit_in_place_lasts_or_is_refused(plan):
+    for outcome in run_ranks(edited_in_place, 2, plan):
+        assert ("'head.weight' was changed in place" in outcome) if "bf16" in plan else outcome is True
+
+
+class Pair:
+    def __init__(self, value):
+        self.value = value
+
+
+class Wrapping(nn.Module):
+    """A block that hands on a plain object, in which no tensor can be found."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([_WrappingBlock() for _ in range(2)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).value
+        return x
+
+
+class _WrappingBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x):
+        return Pair(self.linear(x))
+
+
+def wrapped(plan):
+    model = Wrapping()
+    booster, _, _ = boost(plan, model, sgd(model), criterion=lambda output, batch: (output.sum(), batch.numel()))
+    try:
+        booster.step(torch.ones(2, 5))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_block_that_hides_its_tensors_is_refused_by_name():
+    assert all("'blocks.0' returns a Pair" in told for told in run_ranks(wrapped, 2, "zero3"))
+    assert run_ranks(wrapped, 2, "zero2") == ["", ""]
+
+
+class OwnMaskedMean(nn.Module):
+    """Computes its loss by a mean over a mask, which is 0 / 0 where nothing counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 7)
+
+    def forward(self, x, labels):
+        logits = self.linear(x)
+        kept = labels != -100
+        losses = nn.functional.cross_entropy(logits, labels.clamp(min=0), reduction="none")
+        return {"loss": (losses * kept).sum() / kept.sum(), "logits": logits}
+
+
+def nothing_on_one_rank(plan):
+    torch.manual_seed(0)
+    model, reference = OwnMaskedMean(), OwnMaskedMean()
+    reference.load_state_dict(model.state_dict())
+    whole = {"x": torch.randn(4, 5), "labels": torch.tensor([1, 2, -100, -100])}
+    reference(**whole)["loss"].backward()
+    booster, model, _ = boost(plan, model, sgd(model), criterion=None, count=lambda batch: (batch["labels"] != -100).sum())
+    start = 2 * booster.world.rank
+    result = booster.forward_backward({name: value[start : start + 2] for name, value in whole.items()})
+    return result.tokens, worst(booster.gradients(), {name: p.grad for name, p in reference.named_parameters()})
+
+
+def test_a_models_own_mean_over_nothing_on_one_rank():
+    for tokens, error in run_ranks(nothing_on_one_rank, 2, "zero1"):
+        assert tokens == 2
+        assert error < 1e-6

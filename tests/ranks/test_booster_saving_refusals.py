@@ -1,6 +1,7 @@
 """What is refused around saving: another optimizer's checkpoint, another call's, and a call on the first rank alone."""
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -126,3 +127,26 @@ def test_a_call_on_the_first_rank_alone_is_told_on_all_ranks(tmp_path, plan, cal
         assert f"{call} must be called on all ranks" in message
         assert "test_booster_saving_refusals.py" in message
         assert seconds < patience(10)
+
+
+def from_a_damaged_checkpoint(folder):
+    """Loads of a checkpoint with a flipped byte fail; weights and moments are those from before."""
+    booster, optimizer = program(steps=2)
+    booster.save(f"{folder}/run")
+    if booster.world.rank == 0:
+        file = max(Path(folder, "run").glob("*.safetensors"), key=lambda path: path.stat().st_size)
+        data = bytearray(file.read_bytes())
+        data[-3] ^= 255
+        file.write_bytes(data)
+    comm.barrier(booster.mesh.world)
+    booster.step(local(batch(2)))
+    state = lambda: [value.clone() for entry in optimizer.state.values() for value in entry.values()]  # noqa: E731
+    moments, weights = state(), booster.full_state_dict()
+    told = refusal(lambda: booster.load(f"{folder}/run"))
+    assert all(torch.equal(a, b) for a, b in zip(moments, state(), strict=True))
+    assert all(torch.equal(value, weights[name]) for name, value in booster.full_state_dict().items())
+    return told
+
+
+def test_a_load_that_fails_changes_nothing(tmp_path):
+    assert all("damaged" in told or "checksum" in told for told in run_ranks(from_a_damaged_checkpoint, 2, str(tmp_path)))

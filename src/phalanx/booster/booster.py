@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ from phalanx.plan import Plan
 from phalanx.precision import Precision
 
 START_SCALE = 65536.0
+_BOOSTED: WeakSet[nn.Module] = WeakSet()  # by any booster: the first one's engine owns the parameters' memory
 
 
 class Booster:
@@ -82,7 +84,7 @@ class Booster:
 
         Batches are global: the returned loader yields this data index's rows of what the given one yields.
         """
-        if any(training.model is model for training in self.trainings):
+        if model in _BOOSTED:
             raise ConfigError("this model was boosted already", allowed="each model once", remedy="what the first booster.boost returned")
         context = Context.of(self.plan, self.mesh, self.precision, self.streams, uses_own_loss=criterion is None)
         is_cut = self.plan.acc * self.mesh.size("dp") > 1
@@ -111,6 +113,7 @@ class Booster:
             self.loaders.append(dataloader)
         self.trainings.append(training)
         self._wrap_generate(model, training.engine)
+        _BOOSTED.add(model)
         return model, training.optimizer, criterion, dataloader, training.scheduler
 
     def launch(

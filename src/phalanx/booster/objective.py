@@ -73,7 +73,10 @@ class Objective:
         keywords = self.own.kwargs(batch) if isinstance(batch, Mapping) else {}
         output = _call(model, {**batch, **keywords}, withhold_labels=False) if keywords else _call(model, batch, withhold_labels=False)
         loss = _loss_of(output)
-        return (loss if keywords else _sum_of_mean(loss, count)), count
+        if keywords:
+            return loss, count
+        _silence_without_count([tensor for tensor in tensors_in(output) if tensor is not loss], count)
+        return _sum_of_mean(loss, count), count
 
     def _count(self, batch: Any) -> torch.Tensor:
         if self.custom_count is not None:

@@ -70,6 +70,7 @@ class BoostedScheduler:
 
     def after_step(self, skipped: bool, advance: bool) -> None:
         """Called after every optimizer step; `advance` where booster.step owns the loop."""
+        self.inner.optimizer._opt_called = True  # what PyTorch looks for before it warns of a schedule that runs ahead of the optimizer
         self._last_step_skipped = skipped
         self._advanced_by_booster = advance and not self.is_driven_by_metric
         if self._advanced_by_booster and not skipped:

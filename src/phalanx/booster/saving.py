@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,11 +59,12 @@ def load_run(booster: Booster, path: Path) -> None:
     for training, saved in zip(booster.trainings, state["models"]):
         _require_same_parts(training, saved, path)
     pieces: list[Piece] = []
-    for number, (training, saved) in enumerate(zip(booster.trainings, state["models"])):
-        prefix = f"{number}/" if number else ""
-        _make_moments(training, saved["optimizer"])
-        pieces += [*weight_pieces(training, prefix), *moment_pieces(training, prefix)]
-    state, local_state = load(path, pieces, axis)
+    with ExitStack() as stack:
+        for number, (training, saved) in enumerate(zip(booster.trainings, state["models"])):
+            prefix = f"{number}/" if number else ""
+            stack.enter_context(_fresh_moments(training, saved["optimizer"]))
+            pieces += [*weight_pieces(training, prefix), *moment_pieces(training, prefix)]
+        state, local_state = load(path, pieces, axis)
     for training, saved in zip(booster.trainings, state["models"]):
         _restore_training(training, saved)
     for loader, saved in zip(booster.loaders, state["loaders"]):
@@ -254,10 +256,25 @@ def _moment_kinds(training: Training) -> dict[str, Any]:
     return dict(sorted(merged.items()))
 
 
-def _make_moments(training: Training, saved: dict[str, Any] | None) -> None:
-    """Gives the optimizer empty moments of the saved kinds, to be filled."""
+@contextmanager
+def _fresh_moments(training: Training, saved: dict[str, Any] | None) -> Iterator[None]:
+    """Gives the optimizer empty moments of the saved kinds, to be filled inside; its own come back where that fails."""
     if training.optimizer is None or saved is None:
+        yield
         return
+    state = training.optimizer.state
+    before = dict(state)
+    try:
+        _make_moments(training, saved)
+        yield
+    except BaseException:
+        state.clear()
+        state.update(before)
+        raise
+
+
+def _make_moments(training: Training, saved: dict[str, Any]) -> None:
+    assert training.optimizer is not None
     training.optimizer.state.clear()
     for _, slot in training.engine.shards():
         entries = saved["moments"].get(slot.name)
@@ -326,8 +343,8 @@ def load_optimizer(training: Training, path: Path, axis: Axis) -> None:
     require_all_ranks(axis, "booster.load_optimizer")
     saved = _peek_state(path, axis, "optimizer")["optimizer"]
     _require_same_optimizer(training, saved, path)
-    _make_moments(training, saved)
-    load(path, moment_pieces(training, ""), axis)
+    with _fresh_moments(training, saved):
+        load(path, moment_pieces(training, ""), axis)
     _restore_settings(training, saved)
 
 

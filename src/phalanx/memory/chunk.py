@@ -20,6 +20,7 @@ from torch import nn
 
 from phalanx.cluster import comm
 from phalanx.cluster.placement import Placement
+from phalanx.errors import ConfigError
 from phalanx.layout import Layout, round_up
 from phalanx.memory.axes import StateAxes
 from phalanx.memory.policy import Policy
@@ -45,6 +46,7 @@ class Slot:
     shard: nn.Parameter | None = field(default=None, repr=False)
     dtype: torch.dtype = field(init=False)
     identity: int = field(init=False)
+    version: int | None = None  # the parameter's count of changes in place, as of the last update
     used: bool = False  # a gradient arrived since the last optimizer step
     written: bool = False  # the chunk's gradient buffer holds a value for it
 
@@ -198,6 +200,8 @@ class Chunk:
         """Points the model's parameters at `full`, which from now on is their memory."""
         for slot in self.slots:
             slot.parameter.data = slot.view(self.full)
+            if slot.version is None:
+                slot.version = slot.parameter._version
 
     def start_gather(self) -> None:
         """Begins to fill `full` from all shards; a no-op while it is filled or being filled."""
@@ -240,6 +244,8 @@ class Chunk:
 
         Cost: for ZeRO-1 and 2 (n-1)/n of the chunk's bytes in compute dtype; else none.
         """
+        if self.dtypes.has_master:
+            self._refuse_lost_edits()
         if not self.policy.optimizer:
             if self.master is not self.full:
                 self.full.copy_(self.master)
@@ -251,6 +257,17 @@ class Chunk:
                 self.release()
             return None
         return comm.all_gather(self.full, self.compute_shard, self.axis, wait=False)
+
+    def _refuse_lost_edits(self) -> None:
+        """Values that were written into the model's own tensors are about to be replaced by those of the full-precision copies."""
+        for slot in self.slots:
+            before, slot.version = slot.version, slot.parameter._version
+            if before not in (None, slot.version):
+                raise ConfigError(
+                    f"'{slot.name}' was changed in place, and the optimizer updates a full-precision copy that does not know of it",
+                    allowed="changes through booster.load_model or before boost, or in place under fp32",
+                    remedy="fp32 in place of the half precision",
+                )
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 

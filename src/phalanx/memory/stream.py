@@ -18,6 +18,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
+from phalanx.errors import ConfigError
 from phalanx.memory.chunk import Chunk, Slot
 from phalanx.memory.foreign import ForeignReads
 from phalanx.memory.partition import Unit
@@ -153,7 +154,10 @@ class ParameterStream:
             if self.held:
                 return
             trace, unit = self.forward[torch.is_grad_enabled()], self.units[index]
-            outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
+            found = list(tensors_in(output))
+            if not found and output is not None:
+                raise _no_tensors(unit, output)
+            outputs = [tensor for tensor in found if tensor.requires_grad] if torch.is_grad_enabled() else []
             if outputs:
                 register_multi_grad_hook(outputs, lambda _: self._before_backward(index), mode="any")
                 self._release_frozen_after_backward(unit, [*tensors_in(args), *tensors_in(kwargs)])
@@ -229,6 +233,15 @@ class ParameterStream:
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
+
+
+def _no_tensors(unit: Unit, output: Any) -> ConfigError:
+    """The refusal of a module whose output does not show when its backward begins."""
+    return ConfigError(
+        f"module '{unit.name}' returns a {type(output).__name__}, in which no tensor is found, so its backward cannot be foreseen",
+        allowed="tensors, or tuples, lists, mappings and dataclasses of them, from modules that zero3 gathers",
+        remedy="a dataclass in its place, or zero2",
+    )
 
 
 def _is_compiled(model: nn.Module) -> bool:
