@@ -69,7 +69,7 @@ def axes_of(grid):
 
 def spread(case, grid, homes_of=Homes.even, broken=False):
     """This rank's largest errors against one process, and its ledger."""
-    num_experts, num_choices, routing = case
+    num_experts = case[0]
     rank = launch().rank
     mesh, axes = axes_of(grid)
     width_axis = mesh.axis("width")
@@ -107,9 +107,11 @@ def compare(case, x, weights, out, local, mine, columns, inner, tokens, width_ax
     up, down, up_bias, down_bias = (tensor.grad[mine] for tensor in parameters)
     down_grad_bias = local[3].grad
     comm.all_reduce(down_grad_bias, width_axis)  # one part of the width has it, the others 0
+    tokens, _, token_weights = ranks[data_index]
     pairs = [
-        (out, outs[data_index]), (x.grad, ranks[data_index][0].grad), (weights.grad, ranks[data_index][2].grad),
-        (local[0].grad, up[:, columns]), (local[1].grad, down[..., inner]), (local[2].grad, up_bias[:, columns]), (down_grad_bias, down_bias),
+        (out, outs[data_index]), (x.grad, tokens.grad), (weights.grad, token_weights.grad),
+        (local[0].grad, up[:, columns]), (local[1].grad, down[..., inner]),
+        (local[2].grad, up_bias[:, columns]), (down_grad_bias, down_bias),
     ]  # fmt: skip
     return max(float((found - right).abs().max()) if right.numel() else 0.0 for found, right in pairs)
 
@@ -155,9 +157,9 @@ def uniform(size, num_experts, num_choices, num_tokens, hidden):
     return [sum(row[4] for row in rows) / 4 for rows in (forth, back)]
 
 
-@pytest.mark.parametrize("size, num_choices", [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("size", "num_choices"), [(2, 2), (4, 2)])
 def test_a_token_is_sent_once_to_each_rank(size, num_choices):
     num_tokens, hidden = 200, 64
     bound = 2 * num_choices * num_tokens * hidden * (size - 1) / size
     for forth, back in run_ranks(uniform, size, size, 8, num_choices, num_tokens, hidden):
-        assert forth <= bound and back <= bound
+        assert max(forth, back) <= bound

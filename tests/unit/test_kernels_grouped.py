@@ -38,7 +38,8 @@ def test_rows_are_sorted_by_group_and_token_and_added_up(shape, once):
         wanted = [row for at, row in enumerate(wanted) if row[:2] not in [other[:2] for other in wanted[:at]]]
     assert choices.counts.tolist() == [sum(row[0] == g for row in wanted) for g in range(4)]
     rows = choices.rows(len(wanted))
-    assert rows.tokens.tolist() == [t for _, t, _ in wanted] and rows.pairs.tolist() == [t * shape[1] + k for _, t, k in wanted]
+    assert rows.tokens.tolist() == [t for _, t, _ in wanted]
+    assert rows.pairs.tolist() == [t * shape[1] + k for _, t, k in wanted]
     x = torch.randn(shape[0], 3, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(shape, dtype=torch.float64, requires_grad=True)
     out = rows.add_up(rows.take(x).sin(), weights)
@@ -62,4 +63,4 @@ def test_weights_in_a_wider_dtype_are_not_rounded_first():
     right = torch.zeros(2, 3).index_add(0, rows.tokens, weighted).to(torch.bfloat16)
     torch.testing.assert_close(out, right)
     out.sum().backward()
-    assert weights.grad is not None and weights.grad.dtype == torch.float32
+    assert weights.grad.dtype == torch.float32

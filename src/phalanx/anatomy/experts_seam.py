@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MethodType
+from typing import Any
 
-import torch
 from torch import nn
-
-ExpertsForward = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 _FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated", "down_proj")
 
@@ -70,9 +68,6 @@ def stacked_experts(model: nn.Module) -> list[StackedExperts]:
     ]
 
 
-def replace_experts(experts: StackedExperts, forward: ExpertsForward) -> None:
-    """Makes `forward(module, tokens, chosen, weights)` what the module computes; a copy of the model computes with its own parameters.
-
-    Shapes: tokens [T, H], chosen and weights [T, K].
-    """
-    experts.module.forward = MethodType(forward, experts.module)
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Makes `forward(module, ...)` what the module computes; a copy of the model computes with its own parameters."""
+    module.forward = MethodType(forward, module)

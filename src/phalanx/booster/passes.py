@@ -18,6 +18,7 @@ from phalanx.cluster.random import Streams
 from phalanx.errors import PlanError
 from phalanx.kernels.cross_entropy import causal_loss
 from phalanx.parallel import recompute
+from phalanx.parallel.expert.apply import ExpertAxes, spread_experts
 from phalanx.plan import Plan
 from phalanx.precision import Precision
 
@@ -59,6 +60,14 @@ def refuse_batch_dependence(model: nn.Module, context: Context) -> nn.Module:
             allowed="modules that treat each row by itself",
             remedy="GroupNorm or LayerNorm in its place, or one process with acc1",
         )
+    return model
+
+
+def place_experts(model: nn.Module, context: Context) -> nn.Module:
+    """Divides the experts of every layer among groups of ep data ranks."""
+    if context.plan.ep > 1:
+        data, experts = context.mesh.split(context.mesh.axis("dp", "cp"), context.plan.ep, names=("edp", "ep"))
+        spread_experts(model, ExpertAxes((experts,), data, context.mesh.axis("tp")), context.placements)
     return model
 
 
@@ -129,6 +138,7 @@ def train_without_cache(model: nn.Module, context: Context) -> nn.Module:
 PASSES: tuple[Callable[[nn.Module, Context], nn.Module], ...] = (
     refuse_batch_dependence,
     plug_loss,
+    place_experts,
     recompute_blocks,
     enter_streams,
     train_without_cache,

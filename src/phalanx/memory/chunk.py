@@ -224,7 +224,9 @@ class Chunk:
         self.bind()
 
     def release(self) -> None:
-        """Drops the gathered parameters. Whoever reads one while it is away reads NaN in its shape, never freed memory."""
+        """Drops gathered parameters, where they come and go. Whoever reads one while it is away reads NaN, never freed memory."""
+        if not self.policy.parameter:
+            return
         if self.pending_gather is not None:
             self.pending_gather.wait()
             self.pending_gather = None
@@ -333,16 +335,18 @@ class Chunk:
 
     def expose_gradients(self) -> None:
         """Sets `.grad` of what the optimizer holds, for the parameters that got a gradient on any rank."""
-        if self.is_natural:
-            return
         for slot in self.shards:
+            if self.is_natural:
+                slot.parameter.grad = self.gradient_view(slot) if slot.used else None
+                continue
             assert slot.shard is not None
             slot.shard.grad = self.gradient_view(slot).to(slot.shard.dtype) if slot.used else None
 
     def gradient_view(self, slot: Slot) -> torch.Tensor:
         """The summed gradient of what the optimizer holds of a parameter."""
         if self.is_natural:
-            assert slot.parameter.grad is not None
+            if slot.parameter.grad is None:  # only another rank's part of the parameter got one
+                slot.parameter.grad = torch.zeros_like(slot.parameter)
             return slot.parameter.grad
         if not self.policy.optimizer:
             assert self.gradient is not None

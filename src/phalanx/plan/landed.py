@@ -12,6 +12,7 @@ LANDED = frozenset(
     {
         "dp",
         "acc",
+        "ep",
         "zero",
         "zero:group",
         "fsdp",
@@ -28,7 +29,6 @@ INSTEAD = {
     "ulysses": "recompute, which makes room for longer sequences",
     "ring": "recompute, which makes room for longer sequences",
     "pp": "zero3, which divides the parameters as well",
-    "ep": "zero3, which divides the experts as well",
     "gemini": "zero3",
     "offload": "zero3",
     "fp8": "bf16",

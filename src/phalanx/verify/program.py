@@ -157,6 +157,14 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
+def use_plain_experts(model: nn.Module) -> None:
+    """Lets `transformers` loop over experts: its grouped product takes neither float64 nor narrow experts."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "_experts_implementation", None) is not None:
+            config._experts_implementation = "eager"
+
+
 def _batches(batch: Any, rows: int | None) -> Callable[[int], Any]:
     """The batch of each step, cut to its first `rows` rows; a function is called with the step if it takes an argument."""
     takes_step = callable(batch) and bool(inspect.signature(batch).parameters)

@@ -11,7 +11,7 @@ from torch import nn
 
 from phalanx.precision import lift_to_float64
 from phalanx.verify.batches import map_floats
-from phalanx.verify.program import Functions, Program, Source, disable_dropout
+from phalanx.verify.program import Functions, Program, Source, disable_dropout, use_plain_experts
 from phalanx.verify.trace import ExecutionOrder, Trace, copy_of, digests
 
 Forward = Callable[[nn.Module, Any], Any]
@@ -40,6 +40,7 @@ def start_program(source: Source, run: Run, float64: bool) -> Program:
     torch.manual_seed(run.seed)
     program = source.build()
     disable_dropout(program.model.train())
+    use_plain_experts(program.model)
     batches = [program.batch(step) for step in range(run.steps)]
     if float64:
         program.model.double()

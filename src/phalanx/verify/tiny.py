@@ -30,6 +30,23 @@ SIZES: dict[str, Any] = {
     "head_dim": 4,
 }
 
+# Attention with latent keys and values, experts beside shared ones, one dense layer before.
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 10,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 4,
+    "num_key_value_heads": 8,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 3,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 12,
+    "norm_topk_prob": True,
+}
+
 # What a type needs beyond that. Sections name the nested config they go to.
 BY_TYPE: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 4, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
@@ -42,6 +59,12 @@ BY_TYPE: dict[str, dict[str, Any]] = {
     "phi": {"partial_rotary_factor": 0.5},
     "gpt-neox": {"rotary_pct": 0.5},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 4},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3-moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 3, "intermediate_size": 12},
+    "gpt-oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 12, "sliding_window": 4},
+    "deepseek-v2": {**LATENT, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+    "deepseek-v3": {**LATENT, "n_group": 3, "topk_group": 2},
     "t5": {"d_kv": 4, "d_ff": 48, "num_decoder_layers": 2, "decoder_start_token_id": 0},
     "bart": {
         "encoder_layers": 2,
@@ -72,6 +95,7 @@ BY_TYPE: dict[str, dict[str, Any]] = {
 TYPES = (
     *("llama", "gpt2", "bert", "vit", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3-text", "opt", "bloom", "phi", "phi3"),
     *("gpt-neox", "gpt-neo", "olmo2", "stablelm", "starcoder2", "granite", "cohere", "falcon"),
+    *("mixtral", "qwen3-moe", "olmoe", "gpt-oss", "deepseek-v2", "deepseek-v3"),
     *("roberta", "distilbert", "electra", "albert", "deit", "t5", "bart", "whisper"),
 )
 NAMES = tuple(f"tiny-{name}" for name in TYPES)

@@ -63,7 +63,7 @@ class Dispatched:
         """
         y = self.rows.add_up(y, self.weights)
         for hop in reversed(self.hops):
-            (y,) = _Move.apply(hop.axis, hop.received, hop.sent, y)
+            (y,) = _Move.apply(hop.axis, hop.received, hop.sent, _rooted(y))
             y = hop.rows.add_up(y)
         return y
 
@@ -82,16 +82,22 @@ def dispatch(x_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Ten
     for number, axis in enumerate(axes):
         inner = math.prod(after.size for after in axes[number + 1 :])
         # Choices whose experts live beyond other ranks of the hops so far fall outside of 0 to size - 1.
-        next_TK = _div(_where_chosen(home_E, experts_TK, homes), inner) - _rank_along(axes[:number]) * axis.size
+        next_TK = _div(_where_chosen(home_E, experts_TK, homes), inner) - rank_along(axes[:number]) * axis.size
         sent, received = sizes.sent[number], sizes.received[number]
         rows = sort_choices(next_TK, axis.size, once=True).rows(sum(sent))
+        x_TH = _rooted(x_TH)
         hops.append(Hop(axis, rows, sent, received))
         experts_TK = experts_TK.index_select(0, rows.tokens)
         x_TH, weights_TK, experts_TK = _send(rows.take(x_TH), rows.take(weights_TK), experts_TK, hops[-1])
-    own = _rank_along(axes)
+    own = rank_along(axes)
     place_TK = torch.where(_where_chosen(home_E, experts_TK, homes) == own, _where_chosen(place_E, experts_TK, homes), -1)
     rows = sort_choices(place_TK, len(homes.held[own])).rows(sum(sizes.experts))
     return Dispatched(rows.take(x_TH), sizes.experts, weights_TK, rows, hops)
+
+
+def _rooted(x: torch.Tensor) -> torch.Tensor:
+    """A tensor with a gradient, so that every rank has the exchange in its graph, and comes to it in its backward."""
+    return x if x.requires_grad or not torch.is_grad_enabled() else x.detach().requires_grad_()
 
 
 def _where_chosen(table_E: torch.Tensor, experts_TK: torch.Tensor, homes: Homes) -> torch.Tensor:
@@ -100,7 +106,8 @@ def _where_chosen(table_E: torch.Tensor, experts_TK: torch.Tensor, homes: Homes)
     return torch.where(chosen, table_E[experts_TK.long().clamp(0, homes.num_experts - 1)], -1)
 
 
-def _rank_along(axes: Sequence[Axis]) -> int:
+def rank_along(axes: Sequence[Axis]) -> int:
+    """This rank's place among all ranks along several axes, outermost first."""
     rank = 0
     for axis in axes:
         rank = rank * axis.size + axis.index
@@ -135,7 +142,7 @@ def _agree_on_sizes(experts_TK: torch.Tensor, homes: Homes, axes: Sequence[Axis]
     lengths = [part.numel() for part in known]
     numbers = torch.cat([*known, columns[0]]).tolist()
     parts = [numbers[sum(lengths[:at]) : sum(lengths[: at + 1])] for at in range(len(lengths))]
-    here = len(homes.held[_rank_along(axes)])
+    here = len(homes.held[rank_along(axes)])
     return Sizes(parts[0::2], parts[1::2], numbers[sum(lengths) :][:here])
 
 
@@ -152,7 +159,7 @@ def _even_sizes(experts_TK: torch.Tensor, homes: Homes, axes: Sequence[Axis]) ->
         sent.append([min(rows, size) for size in split_sizes(pairs, axis.size)])
         received.append([sent[-1][axis.index]] * axis.size)
         rows = sum(received[-1])
-    here = len(homes.held[_rank_along(axes)])
+    here = len(homes.held[rank_along(axes)])
     return Sizes(sent, received, split_sizes(min(pairs, rows * num_choices), here) if here else [])
 
 

@@ -1,0 +1,89 @@
+"""A language model as a person writes it, with a block of their own: a router, and a list of experts that its forward calls."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+VOCAB, WIDTH = 31, 16
+
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class Mixture(nn.Module):
+    def __init__(self, num_experts=5, num_choices=2):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, num_experts, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(num_experts))
+        self.num_choices = num_choices
+        self.push = 0.0
+
+    def forward(self, x):
+        tokens = x.reshape(-1, WIDTH)
+        weights, chosen = (self.router(tokens) + self.push).softmax(-1).topk(self.num_choices, -1)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            token, choice = (chosen == number).nonzero(as_tuple=True)
+            if len(token):
+                out.index_add_(0, token, weights[token, choice, None] * expert(tokens[token]))
+        return out.view_as(x)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mixture, self.mix = nn.LayerNorm(WIDTH), Mixture(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        before = F.pad(x, (0, 0, 1, 0))[:, :-1]
+        return x + self.mixture(self.norm(x + self.mix(before)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids, push=None):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            layer.mixture.push = 0.0 if push is None else push
+            x = layer(x)
+        return self.head(x)
+
+
+def criterion(logits, batch):
+    labels = batch["labels"]
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"), (labels != -100).sum()
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, VOCAB, (7, 9), generator=generator)
+    labels = ids.roll(-1, 1)
+    for row, length in enumerate((9, 8, 7, 6, 4, 2, 1)):
+        labels[row, length:] = -100
+    return {"ids": ids, "labels": labels}
+
+
+def build():
+    return Model(), criterion, batch
+
+
+def pushed_batch(step):
+    """In step 1 no token chooses the last two experts, in step 2 every token does."""
+    push = torch.zeros(5)
+    push[3:] = (0.0, -50.0, 50.0)[step]
+    return {**batch(step), "push": push}
+
+
+def build_pushed():
+    return Model(), criterion, pushed_batch
