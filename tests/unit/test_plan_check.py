@@ -146,8 +146,17 @@ def test_the_model_is_checked_too():
     assert Plan.parse("pp4+recompute").check(object()) == []
 
 
-LANDED_TEXTS = ["zero0", "dp2+acc4", "zero1+bf16", "zero2+fp16", "zero3+recompute", "zero3:2+selective", "fsdp+bf16+recompute=0.5"]
-MISSING_TEXTS = ["tp2", "tp4:2d", "tp2+sp", "cp2", "ulysses2", "ring2", "pp2", "pp2+gpipe", "pp2+micro4", "ep2", "gemini", "offload", "fp8"]
+LANDED_TEXTS = [
+    "zero0",
+    "dp2+acc4",
+    "zero1+bf16",
+    "zero2+fp16",
+    "zero3+recompute",
+    "zero3:2+selective",
+    "zero1+ep2",
+    "fsdp+bf16+recompute=0.5",
+]
+MISSING_TEXTS = ["tp2", "tp4:2d", "tp2+sp", "cp2", "ulysses2", "ring2", "pp2", "pp2+gpipe", "pp2+micro4", "gemini", "offload", "fp8"]
 
 
 @pytest.mark.parametrize("text", LANDED_TEXTS)

@@ -30,7 +30,7 @@ class StackedExperts:
     """A module that holds the experts of one layer as stacked parameters, expert by expert along dimension 0."""
 
     name: str
-    module: nn.Module
+    module: Any
     parent: nn.Module
 
     @property

@@ -45,8 +45,8 @@ class _GroupedLinear(torch.autograd.Function):
         grad_x = rows_times(grad, weight_GOI, ctx.sizes) if ctx.needs_input_grad[0] else None
         grad_weight = grad_bias = None
         if ctx.needs_input_grad[1]:
-            pair = (x, grad) if ctx.transposed else (grad, x)
-            grad_weight = products_of_groups(*pair, ctx.sizes)
+            left, right = (x, grad) if ctx.transposed else (grad, x)
+            grad_weight = products_of_groups(left, right, ctx.sizes)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = sums_of_groups(grad, ctx.sizes)
         return grad_x, grad_weight, grad_bias, None, None

@@ -160,7 +160,7 @@ def disable_dropout(model: nn.Module) -> None:
 def use_plain_experts(model: nn.Module) -> None:
     """Lets `transformers` loop over experts: its grouped product takes neither float64 nor narrow experts."""
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if getattr(config, "_experts_implementation", None) is not None:
             config._experts_implementation = "eager"
 
