@@ -55,6 +55,13 @@ def spread_experts(model: nn.Module, axes: ExpertAxes, placements: Placements, c
             allowed="models of transformers with stacked experts, and blocks with a router and a list of experts",
             remedy="leave ep out",
         )
+    for experts in [*stacked, *lists]:
+        if axes.size > experts.num_experts:
+            raise PlanError(
+                f"ep{axes.size} for {experts.num_experts} experts in {experts.name}",
+                allowed="at most one rank for each expert",
+                remedy=f"ep{experts.num_experts}",
+            )
     if lists and capacity is not None:
         raise PlanError(
             f"a capacity for {type(lists[0].block).__name__}, which calls its experts itself", allowed="stacked experts of transformers"
