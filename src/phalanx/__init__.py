@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from phalanx.booster import Booster as Booster
     from phalanx.cluster.launch import launch as launch
     from phalanx.materialize import lazy as lazy
+    from phalanx.parallel.expert.routing import Routing as Routing
     from phalanx.plan import Plan as Plan
     from phalanx.verify import verify as verify
 
@@ -31,6 +32,7 @@ _HOME = {
     "LowLevelZeroPlugin": "phalanx.booster.plugin",
     "MoeHybridParallelPlugin": "phalanx.booster.plugin",
     "Plan": "phalanx.plan",
+    "Routing": "phalanx.parallel.expert.routing",
     "TorchDDPPlugin": "phalanx.booster.plugin",
     "TorchFSDPPlugin": "phalanx.booster.plugin",
     "launch": "phalanx.cluster.launch",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.errors import PlanError
 from phalanx.verify import verify_named
 
 USER_FILE = Path(__file__).with_name("user_mixture.py")
@@ -14,8 +15,16 @@ TINY = ("tiny-mixtral", "tiny-qwen3-moe", "tiny-olmoe", "tiny-gpt-oss", "tiny-de
 PLANS = [("ep2", 2), ("zero1+ep2", 4), ("zero3+ep2", 4), ("zero3+ep4", 4), ("zero2+ep3+acc2", 3), ("ep2+recompute", 2)]
 
 
+BUILDERS = {
+    "user-mixture": "build",
+    "user-mixture-pushed": "build_pushed",
+    "mixtral-balance-loss": "build_balanced",
+    "mixtral-balance-loss-top-1": "build_balanced_alone",
+}
+
+
 def check(model, plan, world, **options):
-    name = {"user-mixture": f"{USER_FILE}:build", "user-mixture-pushed": f"{USER_FILE}:build_pushed"}.get(model, model)
+    name = f"{USER_FILE}:{BUILDERS[model]}" if model in BUILDERS else model
     report = verify_named(name, plan, world, **options)
     assert report.ok, str(report)
     assert report.worst_relative_error < 1e-9
@@ -33,6 +42,9 @@ COVER = [
     ("user-mixture", "zero2+ep3+acc2", 3),
     ("user-mixture-pushed", "zero1+ep2", 2),
     ("user-mixture-pushed", "zero3+ep2", 4),
+    ("mixtral-balance-loss", "zero0", 1),
+    ("mixtral-balance-loss", "zero3", 3),
+    ("mixtral-balance-loss-top-1", "zero1+ep2", 4),
 ]
 
 
@@ -47,6 +59,16 @@ def test_clipping_is_that_of_one_process():
 
 def test_ranks_without_rows_take_part():
     check("tiny-mixtral", "ep2", 4, rows=3)
+
+
+def test_a_balance_loss_of_ranks_without_rows():
+    check("mixtral-balance-loss", "ep2", 4, rows=3)
+
+
+@pytest.mark.parametrize("plan", ["acc2", "ep2+acc3"])
+def test_a_balance_loss_that_would_be_that_of_a_piece_is_refused(plan):
+    with pytest.raises(PlanError, match="means over the whole batch"):
+        check("mixtral-balance-loss", plan, 2)
 
 
 @pytest.mark.slow

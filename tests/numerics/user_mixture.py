@@ -87,3 +87,18 @@ def pushed_batch(step):
 
 def build_pushed():
     return Model(), criterion, pushed_batch
+
+
+def build_balanced(num_choices=2, **config):
+    """A stock model with its own balance loss, weighted so that it cannot be overlooked."""
+    from transformers import MixtralConfig
+
+    from phalanx.verify.tiny import build_from_config, make_config
+
+    own = {"output_router_logits": True, "router_aux_loss_coef": 0.3, "num_local_experts": 4, "num_experts_per_tok": num_choices}
+    return build_from_config(make_config(MixtralConfig, {**own, **config}))[0]
+
+
+def build_balanced_alone():
+    """With one choice whose weight is 1, the balance loss is all that trains the router."""
+    return build_balanced(num_choices=1)

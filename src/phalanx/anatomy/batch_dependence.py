@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from phalanx.anatomy.balance_seam import balance_speakers
+
 
 def is_batch_dependent(model: nn.Module) -> list[str]:
     """The names of modules, with a reason each, whose training output mixes rows of one batch; empty for most models.
@@ -14,7 +16,8 @@ def is_batch_dependent(model: nn.Module) -> list[str]:
     """
     found = [f"{name or 'model'}: {reason}" for name, module in model.named_modules() if (reason := _module_reason(module))]
     config = getattr(model, "config", None)
-    if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", None) != 0:
+    is_summed = bool(balance_speakers(model))  # the usual balance loss is formed over all ranks
+    if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", None) != 0 and not is_summed:
         found.append("model.config.output_router_logits: the router's balancing loss is a product of means over the batch")
     return found
 

@@ -27,6 +27,8 @@ from phalanx.errors import ConfigError
 from phalanx.memory import StateEngine
 from phalanx.memory.axes import StateAxes
 from phalanx.optim.scale import LossScale
+from phalanx.parallel.expert.load import LayerLoad
+from phalanx.parallel.expert.routing import Routing
 from phalanx.plan import Plan
 from phalanx.precision import Precision
 
@@ -52,12 +54,13 @@ class Booster:
         forward: Callable[[nn.Module, Any], Any] | None = None,
         count: Callable[[Any], Any] | None = None,
         split: Callable[[Any, int, int], Any] | None = None,
+        routing: Routing | None = None,
         seed: int = 0,
     ):
         plan, plugin = _plan_and_plugin(plan, plugin)
         self.plan, self.plugin = plan, plugin
         self.clip_norm = clip_norm if clip_norm is not None else getattr(plugin, "clip_norm", None)
-        self.norm_type, self.seed = norm_type, seed
+        self.norm_type, self.seed, self.routing = norm_type, seed, routing
         self.forward, self.count, self.split = forward, count, split
         if self.clip_norm is not None and self.clip_norm <= 0:
             raise ConfigError(f"clip_norm is {self.clip_norm}", allowed="a number above 0, or None", remedy="clip_norm=1.0")
@@ -86,9 +89,9 @@ class Booster:
         """
         if model in _BOOSTED:
             raise ConfigError("this model was boosted already", allowed="each model once", remedy="what the first booster.boost returned")
-        context = Context.of(self.plan, self.mesh, self.precision, self.streams, uses_own_loss=criterion is None)
+        context = Context.of(self.plan, self.mesh, self.precision, self.streams, uses_own_loss=criterion is None, routing=self.routing)
         is_cut = self.plan.acc * self.mesh.size("dp") > 1
-        objective = Objective(model, criterion, self.forward, self.count, is_cut=is_cut)
+        objective = Objective(model, criterion, self.forward, self.count, is_cut=is_cut, share=context.share)
         start = StartState(model, self.mesh.world, self.world.device)
         for run in PASSES:
             model = run(model, context)
@@ -103,6 +106,8 @@ class Booster:
             norm_type=self.norm_type,
             scale=self._make_scale(),
             split=self.split,
+            share=context.share,
+            mixture=context.mixture,
         )
         if optimizer is not None:
             training.attach_optimizer(optimizer)
@@ -213,6 +218,11 @@ class Booster:
         """The whole model's parameters on every rank while inside; changes made there are not kept."""
         with self._training(model, trained=False).engine.gathered():
             yield
+
+    def expert_loads(self, model: nn.Module | None = None) -> list[LayerLoad]:
+        """What the experts of each layer were chosen for in training since the last call, over all ranks. Collective."""
+        mixture = self._training(model).mixture
+        return mixture.read() if mixture is not None else []
 
     # -- saving --------------------------------------------------------------------------------------------------------
 

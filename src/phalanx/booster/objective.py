@@ -14,6 +14,7 @@ from phalanx.booster.proof import AdditivityProof, count_rule
 from phalanx.data import num_rows, take_rows
 from phalanx.errors import ConfigError
 from phalanx.memory.stream import tensors_in
+from phalanx.parallel.expert.share import PassShare
 
 Forward = Callable[[nn.Module, Any], Any]
 Count = Callable[[Any], Any]
@@ -26,7 +27,17 @@ class Objective:
     `count(batch)`. Without: the model's own `.loss` is used. `count` overrules what a mean is taken to be over.
     """
 
-    def __init__(self, model: nn.Module, criterion: Callable | None, forward: Forward | None, count: Count | None, *, is_cut: bool = True):
+    def __init__(
+        self,
+        model: nn.Module,
+        criterion: Callable | None,
+        forward: Forward | None,
+        count: Count | None,
+        *,
+        is_cut: bool = True,
+        share: PassShare | None = None,
+    ):
+        self.share = share or PassShare()
         self.criterion, self.forward, self.custom_count = criterion, forward, count
         self.own, self.is_cut = own_loss(model), is_cut
         if criterion is not None and is_cut and count is None:
@@ -71,6 +82,7 @@ class Objective:
         if self.forward is not None:
             return _sum_of_mean(_loss_of(self.forward(model, batch)), count), count
         keywords = self.own.kwargs(batch) if isinstance(batch, Mapping) else {}
+        self.share.count = count if keywords else 1.0
         output = _call(model, {**batch, **keywords}, withhold_labels=False) if keywords else _call(model, batch, withhold_labels=False)
         loss = _loss_of(output)
         if keywords:

@@ -26,6 +26,8 @@ from phalanx.memory.reduction import backward_outside
 from phalanx.optim.elementwise import refuse_closure, require_elementwise
 from phalanx.optim.norm import clip_factor, local_power, norm_from_power
 from phalanx.optim.scale import LossScale
+from phalanx.parallel.expert.mixture import Mixture
+from phalanx.parallel.expert.share import PassShare
 
 
 @dataclass
@@ -57,10 +59,13 @@ class Training:
         norm_type: float,
         scale: LossScale,
         split: Any = None,
+        share: PassShare | None = None,
+        mixture: Mixture | None = None,
     ):
         self.model, self.engine, self.objective = model, engine, objective
         self.world, self.counts_loss, self.num_passes, self.split = world, counts_loss, num_passes, split
         self.clip_norm, self.norm_type, self.scale = clip_norm, norm_type, scale
+        self.share, self.mixture = share or PassShare(), mixture
         self.optimizer: BoostedOptimizer | None = None
         self.scheduler: BoostedScheduler | None = None
         self.group_names: list[list[str]] = []
@@ -96,10 +101,12 @@ class Training:
     def forward_backward(self, batch: Any) -> None:
         """All passes of one global batch's local rows; their gradients add up until the optimizer's step."""
         for number, (rows, weight) in enumerate(self._passes(batch, self.num_passes)):
+            self.share.weight = weight
             with self.engine.watched():
                 loss_sum, count = self.objective(self.model, rows)
             last = number == self.num_passes - 1
             self.backward(loss_sum * weight, count * weight, synchronise=last and self.synchronise)
+        self.share.weight = 1.0
 
     def backward(self, loss_sum: torch.Tensor, count: torch.Tensor, synchronise: bool) -> None:
         """Differentiates a sum of losses and adds it and its count to the step's."""
@@ -113,9 +120,10 @@ class Training:
             self.rhythm.visit("a backward")
         if not self.scale_is_fitted:
             self._fit_scale(count)
-        with self.engine.backward(synchronise):
+        self.share.slope = self.share.weight * self.scale.value
+        with self.engine.backward(synchronise), self.share.repeating():
             (loss_sum * self.scale.value).backward() if self.scale.value != 1.0 else loss_sum.backward()
-        self.loss_sum += loss_sum.detach()
+        self.loss_sum += loss_sum.detach() + self.share.take_added()
         self.count += count
         self.num_backwards += 1
 
@@ -175,9 +183,11 @@ class Training:
         try:
             totals = torch.zeros(2, dtype=torch.float64, device=self.engine.device)
             for rows, weight in self._passes(batch, 1):
+                self.share.weight = weight
                 loss_sum, count = self.objective(self.model, rows)
                 totals += torch.stack([loss_sum.double(), count]) * weight
         finally:
+            self.share.weight = 1.0
             self.model.train(was_training)
         self.rhythm.visit("the loss of an evaluation")
         return self.total(totals)
@@ -263,6 +273,8 @@ class Training:
         self.engine.expose_gradients()
         step_scaled(self.optimizer.inner, factor)
         self.engine.publish()
+        if self.mixture is not None:
+            self.mixture.after_step()
 
     def clear(self) -> None:
         """Forgets gradients, losses and counts since the last step."""

@@ -1,4 +1,4 @@
-"""Spreads the experts of a model over ranks: which rank holds which, and what takes the place of their forwards."""
+"""Spreads the experts of a model over ranks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from phalanx.anatomy.expert_lists import ExpertList, expert_lists
-from phalanx.anatomy.experts_seam import StackedExperts, StackedParameter, replace_forward, stacked_experts
+from phalanx.anatomy.expert_lists import ExpertList
+from phalanx.anatomy.experts_seam import StackedExperts, StackedParameter, replace_forward
 from phalanx.cluster.mesh import Axis
 from phalanx.cluster.placement import Placement, Placements
-from phalanx.errors import PlanError
+from phalanx.errors import ConfigError, PlanError
 from phalanx.layout import Layout, Range, split_range
 from phalanx.parallel.expert.capacity import Capacity
 from phalanx.parallel.expert.exchange import rank_along
-from phalanx.parallel.expert.homes import Homes
+from phalanx.parallel.expert.homes import Homes, by_load
+from phalanx.parallel.expert.layers import ExpertLayer
 from phalanx.parallel.expert.listed import ListedForward
 from phalanx.parallel.expert.load import Load
+from phalanx.parallel.expert.routing import Routing
 from phalanx.parallel.expert.stacked import StackedForward
 
 
@@ -42,64 +44,50 @@ class ExpertAxes:
     def index(self) -> int:
         return rank_along(self.hops)
 
+    @property
+    def is_divided(self) -> bool:
+        return self.size > 1 or self.width.size > 1
 
-def spread_experts(model: nn.Module, axes: ExpertAxes, placements: Placements, capacity: Capacity | None = None) -> list[Load]:
-    """Divides the experts of every layer among the ranks; returns what counts the load of each layer.
 
-    Raises: PlanError for a model in which no experts are found.
+def spread_experts(layers: Sequence[ExpertLayer], axes: ExpertAxes, placements: Placements, routing: Routing) -> None:
+    """Divides the experts of every layer among the ranks.
+
+    Raises: PlanError for more ranks than experts, and for bounds on the choices of experts that a block calls itself.
     """
-    stacked, lists = stacked_experts(model), expert_lists(model)
-    if not stacked and not lists:
-        raise PlanError(
-            f"ep{axes.size} for {type(model).__name__}, in which no experts were found",
-            allowed="models of transformers with stacked experts, and blocks with a router and a list of experts",
-            remedy="leave ep out",
-        )
-    for experts in [*stacked, *lists]:
-        if axes.size > experts.num_experts:
+    for layer in layers:
+        if axes.size > layer.num_experts:
             raise PlanError(
-                f"ep{axes.size} for {experts.num_experts} experts in {experts.name}",
+                f"ep{axes.size} for {layer.num_experts} experts in {layer.name}",
                 allowed="at most one rank for each expert",
-                remedy=f"ep{experts.num_experts}",
+                remedy=f"ep{layer.num_experts}",
             )
-    if lists and capacity is not None:
-        raise PlanError(
-            f"a capacity for {type(lists[0].block).__name__}, which calls its experts itself", allowed="stacked experts of transformers"
-        )
-    loads = [_spread_stacked(experts, axes, placements, capacity) for experts in stacked]
-    return loads + [_spread_list(experts, axes, placements) for experts in lists]
+        homes = _homes(layer, axes.size, routing)
+        if isinstance(layer.found, StackedExperts):
+            _spread_stacked(layer.found, layer.load, homes, axes, placements, routing)
+        elif routing.capacity is not None:
+            raise PlanError(f"a capacity for {layer.name}, which calls its experts itself", allowed="stacked experts of transformers")
+        elif axes.is_divided:
+            _spread_list(layer.found, layer.load, homes, axes, placements)
 
 
-def _spread_stacked(experts: StackedExperts, axes: ExpertAxes, placements: Placements, capacity: Capacity | None) -> Load:
-    homes = Homes.even(experts.num_experts, axes.size)
+def _homes(layer: ExpertLayer, size: int, routing: Routing) -> Homes:
+    loads = (routing.loads or {}).get(layer.name)
+    if loads is None:
+        return Homes.even(layer.num_experts, size)
+    if len(loads) != layer.num_experts:
+        raise ConfigError(f"{len(loads)} loads for the {layer.num_experts} experts of {layer.name}", allowed="one number for each expert")
+    return by_load(loads, size)
+
+
+def _spread_stacked(experts: StackedExperts, load: Load, homes: Homes, axes: ExpertAxes, placements: Placements, routing: Routing) -> None:
+    capacity = None if routing.capacity is None else Capacity(routing.capacity)
+    if not axes.is_divided and capacity is None:
+        return
     # What follows the second product is applied to whole sums only.
     splits_width = axes.width.size > 1 and not experts.module.has_post_expert_norm
-    for parameter in experts.parameters():
+    for parameter in experts.parameters() if axes.is_divided else ():
         placements.declare(experts.module, parameter.name, _placement(experts, parameter, homes, axes, splits_width))
-    load = Load(experts.name, experts.num_experts)
     replace_forward(experts.module, StackedForward(homes, axes.hops, load, axes.width if splits_width else None, capacity))
-    return load
-
-
-def _spread_list(experts: ExpertList, axes: ExpertAxes, placements: Placements) -> Load:
-    """Experts of a list are held whole, by one rank each; the others hold nothing of their parameters."""
-    homes = Homes.even(experts.num_experts, axes.size)
-    copies = (axes.width,) if axes.width.size > 1 else ()
-    for number, expert in enumerate(experts.experts):
-        for module in expert.modules():
-            for attribute, parameter in module._parameters.items():
-                if parameter is not None:
-                    layout = Layout.whole(parameter.shape) if number in homes.held[axes.index] else _nothing(parameter.shape)
-                    placements.declare(module, attribute, Placement(layout, axes.data, copies=copies))
-    load = Load(experts.name, experts.num_experts)
-    replace_forward(experts.block, ListedForward(experts.block.forward, experts.attribute, homes, axes.hops, load))
-    return load
-
-
-def _nothing(shape: Sequence[int]) -> Layout:
-    if not shape:
-        raise PlanError("an expert has a parameter without dimensions", allowed="parameters of one dimension or more", remedy="shape (1,)")
-    return Layout.cut(shape, 0, (0, 0))
 
 
 def _placement(experts: StackedExperts, parameter: StackedParameter, homes: Homes, axes: ExpertAxes, splits_width: bool) -> Placement:
@@ -120,3 +108,33 @@ def _width_ranges(size: int, num_blocks: int, width: int, axis: Axis) -> list[Ra
     start, stop = split_range(width, axis.size, axis.index)
     unit = block // width
     return [(number * block + start * unit, number * block + stop * unit) for number in range(num_blocks)]
+
+
+def _spread_list(experts: ExpertList, load: Load, homes: Homes, axes: ExpertAxes, placements: Placements) -> None:
+    """Experts of a list are held whole, by one rank each; the others hold nothing of their parameters."""
+    copies = (axes.width,) if axes.width.size > 1 else ()
+    for number, expert in enumerate(experts.experts):
+        for module in expert.modules():
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None:
+                    layout = Layout.whole(parameter.shape) if number in homes.held[axes.index] else _nothing(parameter.shape)
+                    placements.declare(module, attribute, Placement(layout, axes.data, copies=copies))
+    replace_forward(experts.block, ListedForward(experts.block.forward, experts.attribute, homes, axes.hops, load))
+
+
+def _nothing(shape: Sequence[int]) -> Layout:
+    if not shape:
+        raise PlanError("an expert has a parameter without dimensions", allowed="parameters of one dimension or more", remedy="shape (1,)")
+    return Layout.cut(shape, 0, (0, 0))
+
+
+def refuse_without_experts(model: nn.Module, size: int, routing: Routing) -> None:
+    """Raises: PlanError and ConfigError where experts are spoken of and none were found."""
+    if size > 1:
+        raise PlanError(
+            f"ep{size} for {type(model).__name__}, in which no experts were found",
+            allowed="stacked experts of transformers, and blocks with a router and a list of experts (name_experts names others)",
+            remedy="leave ep out",
+        )
+    if routing != Routing():
+        raise ConfigError(f"{routing} for {type(model).__name__}, in which no experts were found", remedy="leave routing out")

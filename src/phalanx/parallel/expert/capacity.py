@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.errors import ConfigError
 from phalanx.kernels.grouped_rows import sort_choices
 from phalanx.parallel.expert.load import Load
 
@@ -17,15 +16,10 @@ class Capacity:
     """Every expert takes at most ceil(factor · T · K / E) choices of the T tokens of one rank and pass.
 
     The drop rule: choices are taken in the order of their tokens, within a token in the order of its choices; those after the bound
-    are dropped. A dropped choice adds nothing to its token and leaves the weights of the others as they are.
-    Raises: ConfigError for a factor that is not above 0.
+    are dropped. A dropped choice adds nothing to its token and leaves the weights of the others as they are. Evaluation drops nothing.
     """
 
     factor: float
-
-    def __post_init__(self) -> None:
-        if not self.factor > 0:
-            raise ConfigError(f"the capacity factor is {self.factor}", allowed="a number above 0, or None to drop nothing", remedy="1.25")
 
     def bound(self, num_choices: int, num_experts: int) -> int:
         return math.ceil(self.factor * num_choices / num_experts)

@@ -37,7 +37,7 @@ class ListedForward:
             raise ConfigError(f"{type(block).__name__} was called without a tensor", allowed="tokens as the first tensor")
         experts = getattr(block, self.attribute)
         notes = Notes(type(block).__name__)
-        with _undone(block, experts, tokens), self._standing_in(block, experts, notes.take_note):
+        with _undone(block, experts, tokens), self.load.share.repeating(), self._standing_in(block, experts, notes.take_note):
             self.own_forward(*arguments, **keywords)
         answers = self._answer(experts, notes, tokens)
         with self._standing_in(block, experts, answers.next):
@@ -58,7 +58,8 @@ class ListedForward:
         calls = notes.calls
         x = torch.cat([x for _, x in calls]) if calls else tokens.reshape(-1, tokens.shape[-1])[:0]
         chosen = torch.cat([torch.full((len(x), 1), number, device=tokens.device) for number, x in calls] or [x.new_zeros(0, 1).long()])
-        self.load.count(chosen)
+        if experts.training:
+            self.load.count(chosen)
         own = self.homes.held[rank_along(self.axes)]
         sent = dispatch(x, chosen, torch.ones_like(chosen, dtype=x.dtype), self.homes, self.axes)
         parts = [experts[number](rows) for number, rows in zip(own, sent.x.split(sent.sizes), strict=True) if len(rows)]

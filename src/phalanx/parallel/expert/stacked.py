@@ -28,8 +28,7 @@ class StackedForward:
         self.width_axis = width_axis if width_axis is not None and width_axis.size > 1 else None
 
     def __call__(self, module: Any, x_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        self.load.count(experts_TK)
-        if self.capacity is not None:
+        if self.capacity is not None and module.training:
             experts_TK = self.capacity.drop(experts_TK, self.homes.num_experts, self.load)
         x, weights = x_TH, weights_TK
         if self.width_axis is not None:

@@ -1,0 +1,174 @@
+"""Losses of routers: a model's own balance loss over all ranks of a pass, and two that are sums and so independent of any cut.
+
+Legend: T tokens, E experts, K choices of a token, B rows of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from phalanx.cluster import comm
+from phalanx.cluster.mesh import Axis
+from phalanx.errors import ConfigError, PlanError
+from phalanx.parallel.expert.layers import ExpertLayer
+from phalanx.parallel.expert.routing import Routing
+from phalanx.parallel.expert.share import PassShare
+
+
+class BalanceLoss:
+    """The balance loss of `transformers`, E · sum over experts of (share of choices) · (mean probability), over all ranks of a pass.
+
+    Both shares are quotients of sums over tokens: the sums are added up over the ranks, so every rank has the loss of the whole pass.
+    Source: Fedus et al. 2021 (Switch Transformers), equations 4 to 6. Cost: one all_reduce of 2 E + 1 numbers; Grad: the same.
+    """
+
+    def __init__(self, axis: Axis | None, share: PassShare):
+        self.axis, self.share = axis, share
+
+    def __call__(
+        self, gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if gate_logits is None or not isinstance(gate_logits, tuple):
+            return torch.zeros(())
+        sums = torch.stack([_layer_sums(logits, top_k, attention_mask) for logits in gate_logits]).sum(0) * self.share.weight
+        if self.axis is not None and self.axis.size > 1:
+            sums = comm.copy_to(comm.reduce_from(sums, self.axis), self.axis)
+        chosen, probability, rows = sums[:num_experts].detach(), sums[num_experts:-1], sums[-1].detach()
+        rows = rows.clamp(min=1e-30)
+        return ((chosen / rows) * (probability / rows)).sum() * (num_experts or 0) * self.share.count
+
+
+def _layer_sums(logits_TE: torch.Tensor, top_k: int, mask: torch.Tensor | None) -> torch.Tensor:
+    """Choices of each expert, sums of its probabilities, and rows, one after another. Shapes: [2 E + 1]."""
+    probabilities = F.softmax(logits_TE, dim=-1)
+    chosen_TK = probabilities.topk(top_k, dim=-1).indices
+    probabilities = probabilities.float()
+    weights = probabilities.new_ones(len(logits_TE)) if mask is None else mask.reshape(-1).to(probabilities)
+    counts = torch.zeros_like(probabilities[:1]).reshape(-1).scatter_add(0, chosen_TK.reshape(-1), weights.repeat_interleave(top_k))
+    return torch.cat([counts, weights @ probabilities, weights.sum().reshape(1)])
+
+
+def is_the_usual_loss(function: Any) -> bool:
+    """Whether a model's balance loss is the one that `BalanceLoss` computes: tried out on numbers, with and without a mask."""
+    generator = torch.Generator().manual_seed(0)
+    logits = tuple(torch.randn(12, 5, generator=generator) for _ in range(3))
+    mask = (torch.rand(3, 4, generator=generator) > 0.3).long()
+    ours = BalanceLoss(None, PassShare())
+    try:
+        return all(bool(torch.isclose(function(logits, 5, 2, m), ours(logits, 5, 2, m), rtol=1e-4)) for m in (None, mask))
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def balance_is_cut(pieces: int, stages: int) -> PlanError:
+    """The refusal of a balance loss whose statistics would be those of a piece of the batch."""
+    cut = f"{pieces} passes" if stages == 1 else f"{pieces} micro-batches and {stages} stages"
+    return PlanError(
+        f"the model's balance loss is a product of means over the whole batch, and the plan runs it in {cut}",
+        allowed="plans that run a rank's rows in one pass: the means are then taken over all ranks",
+        remedy="acc1 without pp, or config.output_router_logits = False with Routing(sequence=0.001), a sum over rows",
+    )
+
+
+def refusing(error: PlanError) -> Callable[..., Any]:
+    """What stands in the place of a loss that must not be computed."""
+
+    def refuse(*arguments: Any, **keywords: Any) -> Any:
+        raise error
+
+    return refuse
+
+
+class RouterLosses:
+    """Adds the z-loss and the balance loss of each row to what the router of one layer is trained by.
+
+    z-loss: `z` · sum over tokens of (log sum exp of the logits)². Balance of a row of S tokens: `sequence` · S · sum over experts of
+    (E/(K S) · choices of the expert) · (mean share of the expert in the scores). Like every other loss they are divided by the
+    count of the step. Rows that are cut over `context` are put together by sums over it.
+    Sources: Zoph et al. 2022 (ST-MoE), equation 5; DeepSeek-AI 2024 (DeepSeek-V3), equations 17 to 20.
+    """
+
+    def __init__(self, num_experts: int, z: float, sequence: float, scores: str, share: PassShare, context: Axis | None = None):
+        self.num_experts, self.z, self.sequence, self.scores, self.share = num_experts, z, sequence, scores, share
+        self.context = context if context is not None and context.size > 1 else None
+        self.num_rows = 0
+
+    def watch(self, block: nn.Module, router: nn.Module) -> None:
+        block.register_forward_pre_hook(self._before_block)
+        router.register_forward_hook(self._after_router)
+
+    @torch._dynamo.disable
+    def _before_block(self, module: nn.Module, args: Any) -> None:
+        hidden = next((value for value in args if isinstance(value, torch.Tensor)), None)
+        if hidden is None or (self.sequence and hidden.dim() != 3):
+            raise ConfigError(
+                f"{type(module).__name__} does not show which tokens belong to one row",
+                allowed="a balance loss by rows for blocks that take [rows, length, width]",
+                remedy="Routing(sequence=0)",
+            )
+        self.num_rows = hidden.shape[0]
+
+    @torch._dynamo.disable
+    def _after_router(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not module.training or not torch.is_grad_enabled():
+            return output
+        logits = output[0] if isinstance(output, tuple) else output
+        # Through a leaf of its own: the loss's gradient reaches the logits once, whatever else uses them.
+        loss = self.z * (torch.logsumexp(logits.float(), -1) ** 2).sum() if self.z else logits.new_zeros(())
+        if self.sequence:
+            loss = loss + self.sequence * self._row_balance(logits.reshape(self.num_rows, -1, self.num_experts), output)
+        self.share.add(loss)
+        if not isinstance(output, tuple):
+            return _Differentiated.apply(output, loss, self.share)
+        return type(output)((output[0], _Differentiated.apply(output[1], loss, self.share), *output[2:]))
+
+    def _row_balance(self, logits_BSE: torch.Tensor, output: Any) -> torch.Tensor:
+        chosen = output[2].reshape(*logits_BSE.shape[:2], -1) if isinstance(output, tuple) else None
+        if chosen is None:
+            raise ConfigError("a router that returns logits alone does not say what was chosen", remedy="Routing(sequence=0)")
+        scores_BSE = logits_BSE.float().sigmoid() if self.scores == "sigmoid" else logits_BSE.float().softmax(-1)
+        scores_BSE = scores_BSE / scores_BSE.sum(-1, keepdim=True)
+        counts_BE = torch.zeros_like(scores_BSE[:, 0]).scatter_add(
+            1, chosen.flatten(1), torch.ones_like(chosen.flatten(1), dtype=scores_BSE.dtype)
+        )
+        sums_BE, length = scores_BSE.sum(1), logits_BSE.new_tensor(float(logits_BSE.shape[1]), dtype=scores_BSE.dtype)
+        if self.context is not None:
+            return self._row_balance_over_ranks(counts_BE, sums_BE, length, chosen.shape[-1])
+        return (counts_BE * sums_BE).sum() * self.num_experts / (chosen.shape[-1] * length)
+
+    def _row_balance_over_ranks(
+        self, counts_BE: torch.Tensor, sums_BE: torch.Tensor, length: torch.Tensor, num_choices: int
+    ) -> torch.Tensor:
+        """Each rank has a part of every row and adds its own tokens' part of the loss, with the choices of all of them."""
+        assert self.context is not None
+        comm.all_reduce(counts_BE, self.context)
+        comm.all_reduce(length, self.context)
+        return (counts_BE * sums_BE).sum() * self.num_experts / (num_choices * length)
+
+
+class _Differentiated(torch.autograd.Function):
+    """The same tensor, in whose backward a loss is differentiated too, with the slope that the pass then has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor, share: PassShare) -> torch.Tensor:
+        ctx.share, ctx.like = share, (loss.dtype, loss.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        dtype, device = ctx.like
+        return grad, torch.full((), ctx.share.slope, dtype=dtype, device=device), None
+
+
+def add_losses(layers: Sequence[ExpertLayer], routing: Routing, share: PassShare, context: Axis | None) -> None:
+    """Lets the routers of all layers train on the losses of `routing` as well. `context`: ranks that have parts of one row."""
+    if not routing.z and not routing.sequence:
+        return
+    for layer in layers:
+        scores = "sigmoid" if layer.correction_bias() is not None else "softmax"
+        RouterLosses(layer.num_experts, routing.z, routing.sequence, scores, share, context).watch(layer.block, layer.router())

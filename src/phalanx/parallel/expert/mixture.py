@@ -1,0 +1,61 @@
+"""The experts of one model while it trains: what they were chosen for, and what follows from that after a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from phalanx.cluster import comm
+from phalanx.cluster.mesh import Axis
+from phalanx.parallel.expert.layers import Bias
+from phalanx.parallel.expert.load import LayerLoad, Load, layer_load
+
+
+@dataclass
+class Mixture:
+    """The loads of all layers, and the correction biases of their routers where these follow the loads.
+
+    Ranks along `data` see different tokens.
+    """
+
+    loads: list[Load]
+    data: Axis
+    device: torch.device
+    biases: Sequence[Bias] = ()
+    bias_rate: float = 0.0
+    counted: torch.Tensor | None = field(default=None, repr=False)
+
+    def after_step(self) -> None:
+        """Moves every correction bias by `bias_rate`: up for experts with less than the mean load of the step, down for the others.
+
+        Cost: one all_reduce of the counts of all layers.
+        """
+        if not self.bias_rate:
+            return
+        so_far = self._so_far()
+        step = so_far.clone() if self.counted is None else so_far - self.counted
+        self.counted = so_far
+        comm.all_reduce(step, self.data)
+        for load, (module, name), counts in zip(self.loads, self.biases, self._by_layer(step), strict=True):
+            chosen, bias = counts[: load.num_experts], module._buffers[name]
+            assert bias is not None
+            bias += (self.bias_rate * torch.sign(chosen.mean() - chosen)).to(bias.dtype)
+
+    def read(self) -> list[LayerLoad]:
+        """The loads on all ranks since the last read. Collective; one host read."""
+        if not self.loads:
+            return []
+        totals = self._so_far().clone()
+        comm.all_reduce(totals, self.data)
+        for load in self.loads:
+            load.clear()
+        self.counted = None
+        return [layer_load(load.name, counts.tolist()) for load, counts in zip(self.loads, self._by_layer(totals.cpu()), strict=True)]
+
+    def _so_far(self) -> torch.Tensor:
+        return torch.cat([load.so_far(self.device) for load in self.loads])
+
+    def _by_layer(self, counts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return counts.split([load.num_experts + 1 for load in self.loads])

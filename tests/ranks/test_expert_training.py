@@ -1,0 +1,176 @@
+"""What a mixture adds to training: losses of routers, correction biases, loads, bounds, places by load. Against one plain process."""
+
+import math
+
+import pytest
+import torch
+
+import phalanx as px
+from phalanx.errors import ConfigError, PlanError
+from phalanx.precision import lift_to_float64
+from phalanx.testing import run_ranks
+from phalanx.verify.batches import make_batch
+from phalanx.verify.program import use_plain_experts
+from phalanx.verify.tiny import build_tiny
+
+STEPS = 2
+
+
+def start(name):
+    torch.manual_seed(4)
+    model, kind = build_tiny(name)
+    use_plain_experts(model.double().train())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)  # routers that are far from even
+    return model, [make_batch(kind, model.config, step) for step in range(STEPS)]
+
+
+def routers(model):
+    return [module for name, module in model.named_modules() if type(module).__name__.lower().endswith("router")]
+
+
+# -- one plain process ---------------------------------------------------------------------------------------------------------
+
+
+def added_losses(model, batch, z, sequence):
+    """Returns a function that gives the sum of the added losses of the last forward, written as the papers have them."""
+    seen = []
+    handles = [router.register_forward_hook(lambda module, args, output: seen.append(output)) for router in routers(model)]
+    rows = len(batch["input_ids"])
+
+    def total():
+        loss = 0
+        for logits, _, chosen in seen:
+            loss = loss + z * (logits.exp().sum(-1).log() ** 2).sum()
+            num_experts, num_choices = logits.shape[-1], chosen.shape[-1]
+            for row_logits, row_chosen in zip(logits.chunk(rows), chosen.chunk(rows), strict=True):
+                scores = row_logits.sigmoid() if hasattr(routers(model)[0], "e_score_correction_bias") else row_logits.softmax(-1)
+                mean = (scores / scores.sum(-1, keepdim=True)).mean(0)
+                length = len(row_logits)
+                share = torch.stack([(row_chosen == expert).sum() for expert in range(num_experts)]) * num_experts / (num_choices * length)
+                loss = loss + sequence * length * (share * mean).sum()
+        for handle in handles:
+            handle.remove()
+        return loss, [chosen for _, _, chosen in seen]
+
+    return total
+
+
+def plain_steps(name, z=0.0, sequence=0.0, rate=0.0):
+    """Losses, gradients of the last step, and buffers afterwards."""
+    model, batches = start(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    with lift_to_float64():
+        for batch in batches:
+            optimizer.zero_grad()
+            total = added_losses(model, batch, z, sequence)
+            loss = model(**batch).loss
+            count = (batch["labels"][:, 1:] != -100).sum()
+            added, chosen = total()
+            loss = loss + added / count
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            if rate:
+                for router, choices in zip(routers(model), chosen, strict=True):
+                    counts = torch.bincount(choices.flatten(), minlength=router.num_experts).double()
+                    router.e_score_correction_bias += rate * torch.sign(counts.mean() - counts)
+    return losses, {key: p.grad for key, p in model.named_parameters() if p.grad is not None}, model.state_dict()
+
+
+# -- under a plan ----------------------------------------------------------------------------------------------------------------
+
+
+def planned_steps(name, plan, options):
+    model, batches = start(name)
+    booster = px.Booster(plan, routing=px.Routing(**options))
+    model, optimizer, _, loader, _ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), None, batches)
+    losses = []
+    with lift_to_float64():
+        for batch in loader:
+            booster.forward_backward(batch)
+            gradients = booster.gradients()
+            losses.append(float(optimizer.step().loss))
+    loads = [(load.name, load.chosen, load.dropped, load.entropy) for load in booster.expert_loads()]
+    return losses, gradients, booster.full_state_dict(), loads
+
+
+def compare(found, right):
+    losses, gradients, state = found[:3]
+    assert losses == pytest.approx(right[0], rel=1e-9)
+    largest = max(float(gradient.abs().max()) for gradient in right[1].values())
+    for key, gradient in right[1].items():
+        scale = max(float(gradient.abs().max()), 1e-6 * largest)
+        assert float((gradients[key] - gradient).abs().max()) < 1e-9 * scale, key
+    for key, value in right[2].items():
+        torch.testing.assert_close(state[key], value, rtol=1e-9, atol=1e-12, msg=key)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "world"),
+    [("tiny-qwen3-moe", "ep2", 2), ("tiny-deepseek-v3", "zero1+ep2+acc2", 4), ("tiny-mixtral", "zero3+ep3+recompute", 3)],
+)
+def test_added_losses_are_those_of_one_process(name, plan, world):
+    right = plain_steps(name, z=0.02, sequence=0.5)
+    compare(run_ranks(planned_steps, world, name, plan, {"z": 0.02, "sequence": 0.5})[0], right)
+    assert abs(right[0][0] - plain_steps(name)[0][0]) > 1e-3  # they are there
+
+
+def test_correction_biases_follow_the_loads_of_all_ranks():
+    right = plain_steps("tiny-deepseek-v3", rate=0.01)
+    for found in run_ranks(planned_steps, 4, "tiny-deepseek-v3", "zero1+ep2+acc2+recompute", {"bias_rate": 0.01}):
+        compare(found, right)
+    moved = [value for key, value in right[2].items() if "correction_bias" in key]
+    assert all(float(bias.abs().max()) == pytest.approx(0.02) or float(bias.abs().max()) <= 0.02 for bias in moved)
+    assert any(float(bias.abs().max()) > 0 for bias in moved)
+
+
+@pytest.mark.parametrize(("plan", "world"), [("zero0", 1), ("ep2+acc3+recompute", 2)])
+def test_loads_count_every_choice_once(plan, world):
+    _, batches = start("tiny-mixtral")
+    tokens = sum(batch["input_ids"].numel() for batch in batches)
+    *_, loads = run_ranks(planned_steps, world, "tiny-mixtral", plan, {})[0]
+    assert [name for name, *_ in loads] == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    for _, chosen, dropped, entropy in loads:
+        assert sum(chosen) == 2 * tokens
+        assert dropped == 0
+        shares = [count / sum(chosen) for count in chosen]
+        assert entropy == pytest.approx(-sum(share * math.log(share) for share in shares) / math.log(4))
+
+
+def test_places_by_load_change_no_number():
+    loads = {f"model.layers.{layer}.mlp.experts": [9.0, 1.0, 8.0, 2.0] for layer in range(2)}
+    found = run_ranks(planned_steps, 2, "tiny-mixtral", "ep2", {"loads": loads})[0]
+    compare(found, plain_steps("tiny-mixtral"))
+
+
+def test_a_capacity_drops_and_says_how_many():
+    right = plain_steps("tiny-mixtral")
+    losses, *_, loads = run_ranks(planned_steps, 2, "tiny-mixtral", "ep2", {"capacity": 0.5})[0]
+    assert all(dropped > 0 for _, _, dropped, _ in loads)
+    assert abs(losses[0] - right[0][0]) > 1e-9
+    found = run_ranks(planned_steps, 2, "tiny-mixtral", "ep2", {"capacity": 4.0})[0]  # room for every choice
+    compare(found, right)
+
+
+def test_what_a_model_does_not_have_is_refused():
+    model, _ = start("tiny-llama")
+    with pytest.raises(ConfigError, match="no experts were found"):
+        px.Booster("zero0", routing=px.Routing(z=0.1)).boost(model)
+    model, _ = start("tiny-mixtral")
+    with pytest.raises(ConfigError, match="no correction bias"):
+        px.Booster("zero0", routing=px.Routing(bias_rate=0.1)).boost(model)
+    with pytest.raises(ConfigError, match="from 0"):
+        px.Routing(z=-1)
+
+
+def refused_plan():
+    model, _ = start("tiny-llama")
+    with pytest.raises(PlanError, match="no experts were found"):
+        px.Booster("ep2").boost(model)
+
+
+def test_ep_without_experts_is_refused():
+    run_ranks(refused_plan, 2)
