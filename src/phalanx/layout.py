@@ -84,6 +84,11 @@ class Layout:
     def is_whole(self) -> bool:
         return self.run == (0, math.prod(self.shape))
 
+    @property
+    def has_first(self) -> bool:
+        """Whether the first element of the logical tensor is here; one of the ranks that share a tensor has it."""
+        return self.run[0] == 0 < self.run[1] and all(ranges[0][0] == 0 for ranges in self.box)
+
     def take(self, full: torch.Tensor) -> torch.Tensor:
         """The box of a full tensor; a view where each dimension has one range.
 

@@ -233,7 +233,7 @@ def moment_pieces(training: Training, prefix: str) -> Iterator[Piece]:
             if value.shape == slot.shard.shape:
                 yield Piece(name, value.reshape(-1), layout, owned=owns)
             else:
-                yield Piece(name, value.reshape(-1), Layout.whole(value.shape), owned=owns and layout.run[0] == 0)
+                yield Piece(name, value.reshape(-1), Layout.whole(value.shape), owned=owns and layout.has_first)
 
 
 def _moment_kinds(training: Training) -> dict[str, Any]:

@@ -54,6 +54,15 @@ class _GroupedLinear(torch.autograd.Function):
 
 def rows_times(x_PI: torch.Tensor, weight_GIO: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     """Every row times the matrix of its group. Shapes: [P, O]."""
+    return torch.ops.phalanx.rows_times(x_PI, weight_GIO, sizes)
+
+
+def products_of_groups(a_PM: torch.Tensor, b_PN: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """For each group the sum over its rows of a's row times b's row; 0 for a group without rows. Shapes: [G, M, N]."""
+    return torch.ops.phalanx.products_of_groups(a_PM, b_PN, sizes)
+
+
+def _rows_times(x_PI: torch.Tensor, weight_GIO: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     if _has_grouped_kernel(x_PI, weight_GIO):
         return F.grouped_mm(x_PI, weight_GIO, offs=_ends(sizes, x_PI.device))
     out = x_PI.new_empty(x_PI.shape[0], weight_GIO.shape[2])
@@ -62,8 +71,7 @@ def rows_times(x_PI: torch.Tensor, weight_GIO: torch.Tensor, sizes: Sequence[int
     return out
 
 
-def products_of_groups(a_PM: torch.Tensor, b_PN: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """For each group the sum over its rows of a's row times b's row; 0 for a group without rows. Shapes: [G, M, N]."""
+def _products_of_groups(a_PM: torch.Tensor, b_PN: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     if _has_grouped_kernel(a_PM, b_PN):
         return F.grouped_mm(a_PM.t(), b_PN, offs=_ends(sizes, a_PM.device))
     out = a_PM.new_empty(len(sizes), a_PM.shape[1], b_PN.shape[1])
@@ -73,6 +81,14 @@ def products_of_groups(a_PM: torch.Tensor, b_PN: torch.Tensor, sizes: Sequence[i
         if not size:
             out[group].zero_()
     return out
+
+
+# Operations of their own, so that selective recompute sees one product that it may keep, and a rehearsal its shape.
+_library = torch.library.Library("phalanx", "DEF")
+_library.define("rows_times(Tensor x, Tensor weight, int[] sizes) -> Tensor")
+_library.define("products_of_groups(Tensor a, Tensor b, int[] sizes) -> Tensor")
+_library.impl("rows_times", _rows_times, "CompositeExplicitAutograd")
+_library.impl("products_of_groups", _products_of_groups, "CompositeExplicitAutograd")
 
 
 def sums_of_groups(x_PO: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:

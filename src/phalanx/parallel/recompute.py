@@ -24,6 +24,7 @@ KEPT = frozenset(
         "aten::linear",
         "aten::convolution",
         "aten::_grouped_mm",
+        "phalanx::rows_times",
         "aten::_scaled_mm",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
