@@ -155,8 +155,10 @@ LANDED_TEXTS = [
     "zero3:2+selective",
     "zero1+ep2",
     "fsdp+bf16+recompute=0.5",
+    "zero1+cp2",
+    "ulysses2+ring2",
 ]
-MISSING_TEXTS = ["tp2", "tp4:2d", "tp2+sp", "cp2", "ulysses2", "ring2", "pp2", "pp2+gpipe", "pp2+micro4", "gemini", "offload", "fp8"]
+MISSING_TEXTS = ["tp2", "tp4:2d", "tp2+sp", "pp2", "pp2+gpipe", "pp2+micro4", "gemini", "offload", "fp8"]
 
 
 @pytest.mark.parametrize("text", LANDED_TEXTS)

@@ -17,8 +17,9 @@ from phalanx.booster.objective import Objective
 from phalanx.booster.optimizer import BoostedOptimizer, BoostedScheduler
 from phalanx.booster.passes import PASSES, Context
 from phalanx.booster.result import Result
+from phalanx.booster.sequences import SplitSequences, num_key_heads
 from phalanx.booster.start import StartState
-from phalanx.booster.training import Training
+from phalanx.booster.training import Training, to_device
 from phalanx.cluster import device, launch
 from phalanx.cluster.mesh import Mesh
 from phalanx.cluster.random import Streams
@@ -29,6 +30,7 @@ from phalanx.memory.axes import StateAxes
 from phalanx.optim.scale import LossScale
 from phalanx.parallel.expert.load import LayerLoad
 from phalanx.parallel.expert.routing import Routing
+from phalanx.parallel.sequence import Grid
 from phalanx.plan import Plan
 from phalanx.precision import Precision
 
@@ -90,7 +92,7 @@ class Booster:
         if model in _BOOSTED:
             raise ConfigError("this model was boosted already", allowed="each model once", remedy="what the first booster.boost returned")
         context = Context.of(self.plan, self.mesh, self.precision, self.streams, uses_own_loss=criterion is None, routing=self.routing)
-        is_cut = self.plan.acc * self.mesh.size("dp") > 1
+        is_cut = self.plan.acc * self.mesh.axis("dp", "cp").size > 1
         objective = Objective(model, criterion, self.forward, self.count, is_cut=is_cut, share=context.share)
         start = StartState(model, self.mesh.world, self.world.device)
         for run in PASSES:
@@ -108,6 +110,7 @@ class Booster:
             split=self.split,
             share=context.share,
             mixture=context.mixture,
+            sequences=self._split_sequences(model, objective),
         )
         if optimizer is not None:
             training.attach_optimizer(optimizer)
@@ -126,6 +129,16 @@ class Booster:
     ) -> tuple[Any, Any, Any, Any]:
         """`boost` with four values back, for callers used to that form."""
         return self.boost(model, optimizer, criterion, dataloader)[:4]
+
+    def _split_sequences(self, model: nn.Module, objective: Objective) -> SplitSequences | None:
+        """The cut of the model's sequences over the ring and Ulysses axes; None without context parallelism."""
+        axis = self.mesh.axis("cp")
+        if axis.size == 1:
+            return None
+        ulysses_size, _ = self.plan.context_grid(num_key_heads(model))
+        ring, ulysses = self.mesh.split(axis, ulysses_size, names=("ring", "ulysses"))
+        place = lambda batch: to_device(batch, self.world.device)  # noqa: E731
+        return SplitSequences(model, Grid(ring, ulysses), objective.own, place, uses_own_loss=objective.criterion is None)
 
     def _make_engine(self, model: nn.Module, context: Context, start: StartState) -> Any:
         data, stage, group = self.mesh.axis("dp", "cp"), self.plan.zero, self.plan.zero_group
@@ -187,6 +200,12 @@ class Booster:
         With `count` it is a mean over that many items; without, every call on every rank weighs the same.
         """
         training = self._training_of(optimizer)
+        if training.sequences is not None:
+            raise ConfigError(
+                "a hand-written forward does not see that the plan cuts sequences",
+                allowed="booster.step, booster.forward_backward and booster.evaluate, which run the forward themselves",
+                remedy="booster.forward_backward(batch)",
+            )
         if loss.dim():
             raise ConfigError(f"the loss has shape {tuple(loss.shape)}", allowed="a scalar", remedy="loss.mean()")
         weight = torch.as_tensor(1.0 if count is None else count, dtype=torch.float64, device=training.engine.device)

@@ -52,6 +52,15 @@ class Objective:
             loss = loss.float()
         return loss, torch.as_tensor(count, device=loss.device).double()
 
+    def without_proof(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, on rows that are not to be taken for one of the first batches."""
+        proof, self.proof = self.proof, None
+        try:
+            with self.share.repeating():
+                return self(model, batch)
+        finally:
+            self.proof = proof
+
     def _with_criterion(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
         assert self.criterion is not None
         output = self.forward(model, batch) if self.forward else _call(model, batch, withhold_labels=True)

@@ -66,7 +66,7 @@ class Context:
 def refuse_batch_dependence(model: nn.Module, context: Context) -> nn.Module:
     """Models whose numbers depend on how the batch is cut cannot be exact where it is cut."""
     names = is_batch_dependent(model)
-    pieces = context.mesh.size("dp") * context.plan.acc
+    pieces = context.mesh.axis("dp", "cp").size * context.plan.acc
     if names and pieces > 1:
         raise PlanError(
             f"{names[0]}, and the plan cuts the batch into {pieces} pieces",
@@ -127,14 +127,14 @@ def plug_loss(model: nn.Module, context: Context) -> nn.Module:
 
 
 def enter_streams(model: nn.Module, context: Context) -> nn.Module:
-    """Runs every training forward on the data index's own random stream."""
+    """Runs every training forward on a random stream of its own for each part of the data: rows, or parts of rows."""
     stack: list[ExitStack] = []
 
     @torch._dynamo.disable
     def enter(module: nn.Module, args: Any) -> None:
         scope = ExitStack()
         if module.training and not stack:
-            scope.enter_context(context.streams.fork("model", context.mesh.index("dp")))
+            scope.enter_context(context.streams.fork("model", context.mesh.axis("dp", "cp").index))
         stack.append(scope)
 
     @torch._dynamo.disable

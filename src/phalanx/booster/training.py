@@ -16,6 +16,8 @@ from phalanx.booster.objective import Objective
 from phalanx.booster.optimizer import BoostedOptimizer, BoostedScheduler, move_to_shards, step_scaled, use_fused_kernels
 from phalanx.booster.result import Result
 from phalanx.booster.rhythm import Rhythm
+from phalanx.booster.sequence_proof import prove
+from phalanx.booster.sequences import SplitSequences
 from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
 from phalanx.data import num_rows, spare_row, take_rows
@@ -61,11 +63,12 @@ class Training:
         split: Any = None,
         share: PassShare | None = None,
         mixture: Mixture | None = None,
+        sequences: SplitSequences | None = None,
     ):
         self.model, self.engine, self.objective = model, engine, objective
         self.world, self.counts_loss, self.num_passes, self.split = world, counts_loss, num_passes, split
         self.clip_norm, self.norm_type, self.scale = clip_norm, norm_type, scale
-        self.share, self.mixture = share or PassShare(), mixture
+        self.share, self.mixture, self.sequences = share or PassShare(), mixture, sequences
         self.optimizer: BoostedOptimizer | None = None
         self.scheduler: BoostedScheduler | None = None
         self.group_names: list[list[str]] = []
@@ -102,10 +105,11 @@ class Training:
         """All passes of one global batch's local rows; their gradients add up until the optimizer's step."""
         for number, (rows, weight) in enumerate(self._passes(batch, self.num_passes)):
             self.share.weight = weight
-            with self.engine.watched():
-                loss_sum, count = self.objective(self.model, rows)
             last = number == self.num_passes - 1
-            self.backward(loss_sum * weight, count * weight, synchronise=last and self.synchronise)
+            with self._placed(rows) as part:
+                with self.engine.watched():
+                    loss_sum, count = self.objective(self.model, part)
+                self.backward(loss_sum * weight, count * weight, synchronise=last and self.synchronise)
         self.share.weight = 1.0
 
     def backward(self, loss_sum: torch.Tensor, count: torch.Tensor, synchronise: bool) -> None:
@@ -143,9 +147,9 @@ class Training:
         for number in range(num_passes):
             start, stop = split_range(total, num_passes, number)
             if start < stop:
-                yield self._place(self.rows(batch, start, stop, total)), 1.0
+                yield self.rows(batch, start, stop, total), 1.0
             else:
-                yield self._place(self._spare_or_raise(spare)), 0.0
+                yield self._spare_or_raise(spare), 0.0
 
     def _spare_or_raise(self, spare: Any) -> Any:
         spare = self.spare if spare is None else spare
@@ -163,8 +167,16 @@ class Training:
     def rows(self, batch: Any, start: int, stop: int, total: int) -> Any:
         return self.split(batch, start, stop) if self.split else take_rows(batch, start, stop, total)
 
-    def _place(self, batch: Any) -> Any:
-        return to_device(batch, self.engine.device)
+    @contextmanager
+    def _placed(self, rows: Any) -> Iterator[Any]:
+        """What of these rows is this rank's, on the device; forward and backward run inside."""
+        if self.sequences is None:
+            yield to_device(rows, self.engine.device)
+            return
+        if not self.sequences.is_proven:
+            prove(self.sequences, rows, lambda batch: self.objective.without_proof(self.model, batch), self.world)
+        with self.sequences.running(rows) as part:
+            yield part
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -184,7 +196,8 @@ class Training:
             totals = torch.zeros(2, dtype=torch.float64, device=self.engine.device)
             for rows, weight in self._passes(batch, 1):
                 self.share.weight = weight
-                loss_sum, count = self.objective(self.model, rows)
+                with self._placed(rows) as part:
+                    loss_sum, count = self.objective(self.model, part)
                 totals += torch.stack([loss_sum.double(), count]) * weight
         finally:
             self.share.weight = 1.0

@@ -12,6 +12,9 @@ LANDED = frozenset(
     {
         "dp",
         "acc",
+        "cp",
+        "ulysses",
+        "ring",
         "ep",
         "zero",
         "zero:group",
@@ -25,9 +28,6 @@ LANDED = frozenset(
 # What would work until the term has landed; a schedule or micro-batches fall away with the pipeline.
 INSTEAD = {
     "tp": "zero3, which divides the parameters as well",
-    "cp": "recompute, which makes room for longer sequences",
-    "ulysses": "recompute, which makes room for longer sequences",
-    "ring": "recompute, which makes room for longer sequences",
     "pp": "zero3, which divides the parameters as well",
     "gemini": "zero3",
     "offload": "zero3",

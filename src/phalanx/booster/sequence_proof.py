@@ -1,0 +1,234 @@
+"""Whether a model may run on parts of its sequences: tried out on short rows before the first step, since a wrong answer is silent.
+
+The model runs once on whole rows and once on parts of them. Every module's output is compared with that of the whole; the first
+whose inputs agree and whose outputs do not mixes tokens on a way of its own. Then the losses are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._guards import detect_fake_mode
+
+from phalanx.booster.sequences import Part, SplitSequences, row_length
+from phalanx.cluster import comm
+from phalanx.cluster.mesh import Axis
+from phalanx.data import num_rows, take_rows
+from phalanx.errors import PlanError
+from phalanx.memory.stream import tensors_in
+
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+MOST_ROWS = 2
+# Tokens of a part in the trial: odd, so that few other dimensions of a model have this size.
+PART_TOKENS = 11
+
+Evaluate = Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
+
+
+def prove(sequences: SplitSequences, batch: Any, evaluate: Evaluate, world: Axis) -> None:
+    """Runs short rows of `batch` whole and in parts; `evaluate(batch)` gives their loss sum and count.
+
+    Cost: forwards of at most `PART_TOKENS` tokens a rank and rows of `MOST_ROWS`, once.
+    Raises: PlanError on every rank, naming the module that mixes tokens, or the loss that does not add up.
+    """
+    sequences.is_proven = True
+    if any(detect_fake_mode(tensor) is not None for tensor in tensors_in(batch)):
+        sequences.position_sites = set()
+        return
+    short = _short(batch, sequences.grid.size)
+    model = sequences.model
+    with torch.no_grad(), _evaluating(model):
+        with _recorded(model) as whole:
+            expected = torch.stack([value.double() for value in evaluate(sequences.whole(short))])
+        problem: str | None = None
+        for style in sequences.label_styles():
+            sequences.label_style = style
+            with sequences.running(short) as local, _recorded(model) as parts:
+                found = torch.stack([value.double() for value in evaluate(local)])
+            problem = _first(_mixing_module(whole, parts, sequences.part(short)), world)
+            if problem is not None:
+                break
+            problem = _first(_unequal_loss(expected, found, sequences), world)
+            if problem is None:
+                break
+        problem = problem or _first(_hidden_problem(sequences, short, evaluate), world)
+    sequences.position_sites = sequences.found_sites
+    if problem is None:
+        return
+    raise PlanError(
+        f"{problem}, and the plan cuts sequences over {sequences.grid.size} ranks",
+        allowed="modules that treat each token by itself, and attention through transformers or scaled_dot_product_attention",
+        remedy="a plan without cp",
+    )
+
+
+def _short(batch: Any, size: int) -> Any:
+    """The first tokens of the first rows, none of them hidden and all with a label: one token less than divides."""
+    total, length = num_rows(batch), row_length(batch)
+    rows, tokens = take_rows(batch, 0, min(MOST_ROWS, total), total), min(length, size * PART_TOKENS - 1)
+
+    def shorten(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dim() < 2:
+            return value
+        if name == "attention_mask":
+            return torch.ones_like(value[:, :tokens]) if value.dim() == 2 else value[..., :tokens, :tokens]
+        if name == "labels" and not value.is_floating_point():  # then every label counts, and one that is lost is missed
+            value = value.clamp(min=0)
+        return value[:, :tokens] if value.shape[1] == length else value
+
+    if isinstance(rows, Mapping):
+        return {name: shorten(name, value) for name, value in rows.items()}
+    if isinstance(rows, tuple | list):
+        return type(rows)(shorten("labels" if number == len(rows) - 1 else "", value) for number, value in enumerate(rows))
+    return shorten("", rows)
+
+
+def _hidden_problem(sequences: SplitSequences, short: Any, evaluate: Evaluate) -> str | None:
+    """What differs where the attention mask hides the first two tokens and the last: some models count positions by it."""
+    mask = short.get("attention_mask") if isinstance(short, Mapping) else None
+    length = row_length(short)
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or length < 5:
+        return None
+    hidden = [0, 1, length - 1]
+    padded = {**short, "attention_mask": mask.index_fill(1, torch.tensor(hidden, device=mask.device), 0)}
+    with _recorded(sequences.model) as whole:
+        evaluate(sequences.whole(padded))
+    with sequences.running(padded) as local, _recorded(sequences.model) as parts:
+        evaluate(local)
+    return _mixing_module(whole, parts, sequences.part(padded), hidden)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+Record = tuple[str, list[torch.Tensor], list[torch.Tensor]]
+
+
+@contextmanager
+def _recorded(model: nn.Module) -> Iterator[list[Record]]:
+    """Lists (module's name, inputs, outputs) of every call, in the order in which they end."""
+    records: list[Record] = []
+    handles = []
+    for name, module in model.named_modules():
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+            copies = [[tensor.detach().clone() for tensor in tensors_in(value)] for value in ((args, kwargs), output)]
+            records.append((name or type(module).__name__, copies[0], copies[1]))
+
+        handles.append(module.register_forward_hook(after, with_kwargs=True))
+    try:
+        yield records
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _mixing_module(whole: list[Record], parts: list[Record], part: Part, hidden: Sequence[int] = ()) -> str | None:
+    """None where the model's output is that of whole rows; else the module that brings in what is not.
+
+    Places in `hidden` are not looked at. Inside, only calls that both runs made are compared: experts see tokens in other numbers.
+    """
+    real = part.places[: part.num_real].tolist()
+    look = _Look(part, torch.tensor([number for number, place in enumerate(real) if place not in hidden], dtype=torch.long))
+    if look.agrees_at_the_end(whole, parts):
+        return None
+    calls, seen_at = _numbered(parts), None
+    for key, (name, inputs, outputs) in _numbered(whole).items():
+        if key not in calls or look.agree(outputs, calls[key][2]):
+            continue
+        seen_at = seen_at or name
+        if any(look.has_tokens(*pair) for pair in zip(inputs, calls[key][1])) and look.agree(inputs, calls[key][1]):
+            first = "" if seen_at == name else f" (first seen in the output of {seen_at})"
+            return f"{name} mixes tokens or counts them on a way of its own{first}"
+    return f"the output of {seen_at or 'the model'} is another where the sequence is cut"
+
+
+def _numbered(records: list[Record]) -> dict[tuple[str, int], Record]:
+    """Every call by its module's name and its number among the calls of that module."""
+    calls: dict[str, int] = {}
+    found = {}
+    for record in records:
+        calls[record[0]] = calls.get(record[0], -1) + 1
+        found[record[0], calls[record[0]]] = record
+    return found
+
+
+class _Look:
+    """Compares tensors of whole rows with those of a part: at this rank's places, by their numbers `keep`."""
+
+    def __init__(self, part: Part, keep: torch.Tensor):
+        self.keep, self.places = keep, part.places[keep]
+        self.length, self.local = part.rows.cut.length, part.rows.cut.local_length + part.num_extra
+
+    def agrees_at_the_end(self, whole: list[Record], parts: list[Record]) -> bool:
+        """Whether the last outputs that have tokens agree, and what the model returns."""
+        returned = [pair for pair in zip(whole[-1][2], parts[-1][2]) if pair[0].dim()]
+        if not returned:
+            calls = _numbered(parts)
+            last = [zip(record[2], calls[key][2]) for key, record in _numbered(whole).items() if key in calls]
+            with_tokens = [[pair for pair in pairs if self.has_tokens(*pair)] for pairs in last]
+            returned = next((pairs for pairs in reversed(with_tokens) if pairs), [])
+        return all(self.same(*pair) for pair in returned)
+
+    def agree(self, whole: list[torch.Tensor], parts: list[torch.Tensor]) -> bool:
+        return all(self.same(left, right) for left, right in zip(whole, parts))
+
+    def has_tokens(self, whole: torch.Tensor, found: torch.Tensor) -> bool:
+        return whole.shape != found.shape and self._token_dim(whole, found) is not None
+
+    def same(self, whole: torch.Tensor, found: torch.Tensor) -> bool:
+        """Masks, and what has neither equal shapes nor one dimension of tokens, are not judged."""
+        if whole.dtype == torch.bool or not whole.dim():
+            return True
+        if whole.shape != found.shape:
+            dim = self._token_dim(whole, found)
+            if dim is None:
+                return True
+            # Rows and tokens may lie in one dimension.
+            whole = whole.unflatten(dim, (-1, self.length)).index_select(dim + 1, self.places.to(whole.device))
+            found = found.unflatten(dim, (-1, self.local)).index_select(dim + 1, self.keep.to(found.device))
+        if not whole.numel():
+            return True
+        if not whole.is_floating_point():
+            return torch.equal(whole, found)
+        difference = float((whole.double() - found.double()).abs().nan_to_num(torch.inf).max())
+        return difference <= TOLERANCE.get(whole.dtype, 1e-3) * max(float(whole.double().abs().max()), 1e-30)
+
+    def _token_dim(self, whole: torch.Tensor, found: torch.Tensor) -> int | None:
+        """The one dimension in which a part of the rows is shorter than the whole."""
+        if whole.dim() != found.dim():
+            return None
+        dims = [dim for dim in range(whole.dim()) if whole.shape[dim] != found.shape[dim]]
+        if len(dims) != 1 or whole.shape[dims[0]] % self.length or found.shape[dims[0]] % self.local:
+            return None
+        return dims[0] if whole.shape[dims[0]] // self.length == found.shape[dims[0]] // self.local else None
+
+
+def _unequal_loss(expected: torch.Tensor, found: torch.Tensor, sequences: SplitSequences) -> str | None:
+    total = found.clone()
+    for axis in (sequences.grid.ring, sequences.grid.ulysses):
+        comm.all_reduce(total, axis).wait()
+    (loss, count), (part_loss, part_count) = expected.tolist(), total.tolist()
+    tolerance = max((TOLERANCE.get(parameter.dtype, 0.0) for parameter in sequences.model.parameters()), default=1e-3)
+    if count == part_count and abs(loss - part_loss) <= tolerance * max(abs(loss), 1e-30):
+        return None
+    if loss != loss and part_loss != part_loss:
+        return None
+    return f"the loss of whole rows is {loss:.6g} over {count:g} items, and of their parts {part_loss:.6g} over {part_count:g}"
+
+
+def _first(problem: str | None, world: Axis) -> str | None:
+    """The first rank's problem, on every rank."""
+    return next((found for found in comm.gather_objects(problem, world) if found is not None), None)

@@ -1,0 +1,281 @@
+"""Runs a model on this rank's part of every row: cuts what has tokens, tells attention of whole rows, and says where tokens stand."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._guards import detect_fake_mode
+from torch.nn.functional import pad
+
+from phalanx.anatomy import AttentionCall, AttentionSeam, OwnLoss, Seen, length_dependent_positions, own_positions
+from phalanx.data import num_rows
+from phalanx.errors import PlanError, ShapeError
+from phalanx.kernels.attention import Form
+from phalanx.kernels.attention_sight import Sight
+from phalanx.parallel.sequence import Cut, Grid, Rows, attention
+from phalanx.parallel.sequence.cut import reach_of
+
+# How labels meet the shift by one that a next-token loss makes: the loss makes none; it takes labels that were shifted before the
+# cut; or it shifts itself, and each part gets one token more, whose prediction nothing asks for.
+ALIGNED, KEYWORD, SHIFTED = "aligned", "keyword", "shifted"
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """This rank's part of a batch.
+
+    `places` are those of its tokens, of which the first `num_real` are tokens of the rows and the rest stand at the last place;
+    `num_extra` tokens behind them take no part in attention.
+    """
+
+    batch: Any
+    rows: Rows
+    places: torch.Tensor
+    num_real: int
+    num_extra: int
+
+
+def num_key_heads(model: nn.Module) -> int | None:
+    """The heads of keys and values that the model's config tells of."""
+    config = getattr(model, "config", None)
+    return getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+
+
+class SplitSequences:
+    """The cut of one model's sequences over a grid of ranks.
+
+    `own` says how labels are counted, by the model itself or (`uses_own_loss` False) by a criterion; `place` puts a batch on the device.
+    """
+
+    def __init__(self, model: nn.Module, grid: Grid, own: OwnLoss, place: Callable[[Any], Any], *, uses_own_loss: bool):
+        self.model, self.grid, self.own, self.place, self.uses_own_loss = model, grid, own, place, uses_own_loss
+        self.seam = AttentionSeam(model)
+        accepted = inspect.signature(model.forward).parameters
+        self.takes_positions = "position_ids" in accepted
+        self.caches = "use_cache" in accepted and hasattr(getattr(model, "config", None), "use_cache")
+        self.label_style = self.label_styles()[0]
+        # Where the model's own files ask for the numbers of all tokens; None while they are being found out.
+        self.position_sites: set[tuple[str, int]] | None = None
+        self.found_sites: set[tuple[str, int]] = set()
+        self.files = {getattr(sys.modules.get(name), "__file__", None) for name in self.seam.modules}
+        self.is_proven = False
+
+    def label_styles(self) -> list[str]:
+        """The ways in which labels may be cut, the likeliest first."""
+        if not self.own.shifts_labels:
+            return [ALIGNED, SHIFTED]
+        return [KEYWORD] if self.uses_own_loss and self.own.takes_num_items else [SHIFTED, ALIGNED]
+
+    @contextmanager
+    def running(self, batch: Any) -> Iterator[Any]:
+        """Yields this rank's part of the batch, on the device; forwards and backwards inside see the tokens of the whole rows."""
+        part = self.part(batch)
+        with self.seam.exchanged(lambda call: self._attend(part, call)), self._numbered(part):
+            yield self._with_mask(part.batch, part.rows.cut)
+
+    # -- the batch -----------------------------------------------------------------------------------------------------
+
+    def part(self, batch: Any) -> Part:
+        """Cuts everything that has one entry for each token, and reads documents and padding from the whole rows."""
+        length, rows = row_length(batch), num_rows(batch)
+        self._refuse_length(length)
+        cut = Cut(length, self.grid.ring.size, self.grid.ulysses.size)
+        real = cut.places(self.grid.ring.index, self.grid.ulysses.index)
+        places = real.clamp(max=length - 1)
+        num_extra = int(self.label_style == SHIFTED)
+        cutter = _Cutter(real[real < length], cut.local_length, rows, length, num_extra, self.own.ignored)
+        local = cutter.take(batch)
+        if isinstance(batch, Mapping):
+            local = dict(local)
+            if self.label_style == KEYWORD and isinstance(batch.get("labels"), torch.Tensor):
+                local["shift_labels"] = cutter.tokens(_shifted(batch["labels"], self.own.ignored), self.own.ignored)
+            if self.takes_positions and batch.get("position_ids") is None:
+                own = own_positions(self.model, batch)
+                local["position_ids"] = pad(places, (0, num_extra), value=length - 1)[None] if own is None else cutter.tokens(own, 0)
+            if self.caches:
+                local["use_cache"] = False
+        documents, hidden = _documents(batch, length), _hidden(batch, length)
+        reach = reach_of(documents, hidden, length)
+        local, documents, hidden = self.place((local, documents, hidden))
+        return Part(local, Rows(cut, documents, hidden, reach), places, len(cutter.places), num_extra)
+
+    def whole(self, batch: Any) -> Any:
+        """The whole rows, on the device, for a run without any cut."""
+        return self.place({**batch, "use_cache": False} if self.caches and isinstance(batch, Mapping) else batch)
+
+    def _with_mask(self, batch: Any, cut: Cut) -> Any:
+        """The batch with a stand-in for a mask of whole rows, which the attention seam knows again."""
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 4:
+            return batch
+        if tuple(mask.shape[2:]) != (cut.length, cut.length):
+            raise ShapeError(f"an attention mask of shape {tuple(mask.shape)} for rows of {cut.length} tokens")
+        shape = (*mask.shape[:2], cut.local_length, cut.local_length)
+        return {**batch, "attention_mask": self.seam.stand_in(Seen(dense=mask), shape, mask.device)}
+
+    def _refuse_length(self, length: int) -> None:
+        limit = length_dependent_positions(self.model)
+        if limit is not None and length > limit:
+            raise PlanError(
+                f"rows of {length} tokens, and beyond {limit} the model's positions depend on the length of what it sees",
+                allowed=f"rows of at most {limit} tokens where the sequence is cut",
+                remedy="another rope_type in the model's config",
+            )
+
+    # -- attention -----------------------------------------------------------------------------------------------------
+
+    def _attend(self, part: Part, call: AttentionCall) -> torch.Tensor:
+        rows, length = part.rows, part.rows.cut.local_length
+        if {call.q.shape[2], call.k.shape[2]} != {length + part.num_extra}:
+            raise PlanError(
+                f"{call.name} attends from {call.q.shape[2]} to {call.k.shape[2]} tokens where this rank's part has {length}",
+                allowed="attention of the tokens of a row to each other",
+                remedy="a plan that does not cut the sequence",
+            )
+        seen = call.seen
+        rows = replace(rows, documents=rows.documents if seen.by_document else None, hidden=rows.hidden if seen.by_padding else None)
+        if rows.documents is None and rows.hidden is None:
+            rows = replace(rows, reach=None)
+        seed = int(torch.randint(2**31, ())) if call.dropout and detect_fake_mode(call.q) is None else 0
+        form = Form(scale=call.scale, softcap=call.softcap, dropout=call.dropout, seed=seed, dense=seen.dense)
+        q, k, v = (tensor[:, :, :length] for tensor in (call.q, call.k, call.v))
+        out = attention(q, k, v, Sight(seen.before, seen.after), form, rows, self.grid)
+        return pad(out, (0, 0, 0, part.num_extra)) if part.num_extra else out
+
+    # -- positions -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _numbered(self, part: Part) -> Iterator[None]:
+        """Inside, `torch.arange` over all tokens, called by a model that takes no positions, gives their places in the row.
+
+        Which calls mean tokens is found out on short rows of a length of their own, and tried out there.
+        """
+        if self.takes_positions:
+            yield
+            return
+        original, length = torch.arange, part.rows.cut.local_length + part.num_extra
+        places = pad(part.places, (0, part.num_extra), value=part.rows.cut.length - 1)
+
+        def numbers(*arguments: Any, **keywords: Any) -> torch.Tensor:
+            made = original(*arguments, **keywords)
+            frame = sys._getframe(1)
+            site = frame.f_code.co_filename, frame.f_lineno
+            if site[0] not in self.files or _bounds(arguments, keywords) != (0, length, 1):
+                return made
+            if self.position_sites is None:
+                self.found_sites.add(site)
+            elif site not in self.position_sites:
+                return made
+            return places.to(device=made.device, dtype=made.dtype)
+
+        torch.arange = numbers
+        try:
+            yield
+        finally:
+            torch.arange = original
+
+
+@dataclass(frozen=True, eq=False)
+class _Cutter:
+    """Takes some places of whatever has one entry for each token; what is missing up to `local_length` is filled."""
+
+    places: torch.Tensor
+    local_length: int
+    num_rows: int
+    length: int
+    num_extra: int
+    ignored: int
+
+    def take(self, batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            return {key: self._entry(value, is_label=key == "labels") for key, value in batch.items()}
+        if isinstance(batch, tuple | list):
+            items = [self._entry(value, is_label=number == len(batch) - 1 > 0) for number, value in enumerate(batch)]
+            return type(batch)(items)
+        return self._entry(batch, is_label=False)
+
+    def _entry(self, value: Any, is_label: bool) -> Any:
+        if (
+            not isinstance(value, torch.Tensor)
+            or value.dim() < 2
+            or value.shape[1] != self.length
+            or value.shape[0] not in (1, self.num_rows)
+        ):
+            return value
+        if not is_label:
+            return self.tokens(value, 0)
+        if not self.num_extra:
+            return self.tokens(value, self.ignored)
+        # The loss drops the first label and predicts the next ones from the tokens before them.
+        moved = self.tokens(_shifted(value, self.ignored), self.ignored)[:, : self.local_length]
+        return torch.cat([torch.full_like(moved[:, :1], self.ignored), moved], 1)
+
+    def tokens(self, value: torch.Tensor, fill: float) -> torch.Tensor:
+        part = value.index_select(1, self.places.to(value.device))
+        missing = self.local_length + self.num_extra - part.shape[1]
+        return pad(part, (*(0, 0) * (value.dim() - 2), 0, missing), value=fill) if missing else part
+
+
+def row_length(batch: Any) -> int:
+    """The number of tokens of every row: the second dimension of the first entry that has one.
+
+    Raises: PlanError for a batch without tokens.
+    """
+    entries = batch if isinstance(batch, tuple | list) else [batch]
+    if isinstance(batch, Mapping):
+        entries = [batch[key] for key in ("input_ids", "inputs_embeds") if batch.get(key) is not None] or list(batch.values())
+    for entry in entries:
+        if isinstance(entry, torch.Tensor) and entry.dim() in (2, 3):
+            return int(entry.shape[1])
+    raise PlanError(
+        "the batch has no entry with a token dimension, and the plan cuts sequences",
+        allowed="tensors of (rows, tokens) or (rows, tokens, width)",
+        remedy="a plan without cp",
+    )
+
+
+def _shifted(labels: torch.Tensor, ignored: int) -> torch.Tensor:
+    return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], ignored)], 1)
+
+
+def _documents(batch: Any, length: int) -> torch.Tensor | None:
+    """The number of each token's document, as `transformers` tells them: positions that do not go up by one begin another.
+
+    It looks only where the batch has no attention mask. None where every row is one document.
+    """
+    if not isinstance(batch, Mapping) or batch.get("attention_mask") is not None:
+        return None
+    positions = batch.get("position_ids")
+    if not isinstance(positions, torch.Tensor) or positions.dim() != 2 or positions.shape[1] != length:
+        return None
+    documents = pad((positions.diff(dim=1) != 1).cumsum(1), (1, 0))
+    if documents.device.type == "cpu" and detect_fake_mode(documents) is None and not bool(documents.any()):
+        return None
+    return documents.expand(num_rows(batch), -1)
+
+
+def _hidden(batch: Any, length: int) -> torch.Tensor | None:
+    """True for padding; None where the batch has none."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if not isinstance(mask, torch.Tensor) or tuple(mask.shape[1:]) != (length,):
+        return None
+    hidden = mask == 0
+    is_known = hidden.device.type == "cpu" and detect_fake_mode(hidden) is None
+    return None if is_known and not bool(hidden.any()) else hidden
+
+
+def _bounds(arguments: tuple, keywords: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Start, stop and step of a call of `torch.arange`."""
+    start, stop, step = keywords.get("start", 0), keywords.get("end"), keywords.get("step", 1)
+    if len(arguments) == 1:
+        stop = arguments[0]
+    elif arguments:
+        start, stop, step = (*arguments, step)[:3]
+    return start, stop, step
