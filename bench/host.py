@@ -37,6 +37,8 @@ def run_job(job: dict) -> dict:
     def work(rank: int) -> dict:
         setting = engines.setting_of(workload, job["precision"], rank)
         if job["measure"] == "memory":
+            if row.family == "phalanx":
+                meters.count_blocks_of_phalanx()
             return meters.measure_memory(lambda: row.build(setting), workload.warmup)
         ledger = engines.phalanx_ledger_bytes if row.family == "phalanx" else None
         return meters.measure_time(row.build(setting), workload.warmup, workload.steps, ledger)
