@@ -8,7 +8,7 @@ import pytest
 from phalanx.errors import ConfigError
 from phalanx.log import Events, read_events
 from phalanx.train import tensorboard
-from phalanx.train.picture import curves, draw_losses
+from phalanx.train.picture import curves, draw_loads, draw_losses
 from phalanx.train.schedule import warmup_cosine
 
 
@@ -48,6 +48,19 @@ def test_the_picture_is_drawn_from_the_events(tmp_path):
     write_events(tmp_path / "events.jsonl")
     draw_losses(tmp_path / "events.jsonl", tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_loads_of_experts_are_drawn_where_there_are_any(tmp_path):
+    write_events(tmp_path / "events.jsonl")
+    assert not draw_loads(tmp_path / "events.jsonl", tmp_path / "experts.png")
+    events = Events()
+    events.open(tmp_path / "events.jsonl", "run", 0)
+    for step in (1, 2):
+        for layer in ("layers.0", "layers.1"):
+            events.emit("experts", layer, 0.9, step=step, chosen=[3.0, 1.0, 2.0], dropped=0.0)
+    events.close()
+    assert draw_loads(tmp_path / "events.jsonl", tmp_path / "experts.png")
+    assert (tmp_path / "experts.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_no_loss_no_picture(tmp_path):

@@ -33,6 +33,10 @@ class Folder:
         return self.root / "loss.png"
 
     @property
+    def loads_picture(self) -> Path:
+        return self.root / "experts.png"
+
+    @property
     def sample(self) -> Path:
         return self.root / "sample.txt"
 
@@ -58,7 +62,7 @@ class Folder:
         """
         used = self.events.exists() or bool(self.checkpoints())
         if used and overwrite and not resume:
-            for path in (self.events, self.summary, self.picture, self.sample):
+            for path in (self.events, self.summary, self.picture, self.loads_picture, self.sample):
                 path.unlink(missing_ok=True)
             for path in (self.model, self.tensorboard, self.root / "checkpoints"):
                 shutil.rmtree(path, ignore_errors=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from phalanx.data import boost_loader
 from phalanx.data.windows import TokenWindows
 from phalanx.log import events, set_rank
 from phalanx.materialize import materialize
+from phalanx.parallel.expert.load import LayerLoad
+from phalanx.parallel.expert.routing import Routing
 from phalanx.train.evaluate import Score, score
 from phalanx.train.folder import Folder
 from phalanx.train.memory import StepMemory, TensorCount, predicted_memory
@@ -48,6 +50,7 @@ class Job:
     num_parameters: int
     predicted: StepMemory
     measured: StepMemory | None = None
+    loads: list[LayerLoad] = field(default_factory=list)
 
 
 def train(recipe: Recipe, *, resume: bool = False) -> None:
@@ -74,7 +77,8 @@ def train(recipe: Recipe, *, resume: bool = False) -> None:
 
 def build_job(recipe: Recipe, *, visible: bool) -> Job:
     """Everything from the text to the boosted model; collective over all ranks."""
-    booster = Booster(recipe.run.plan, clip_norm=recipe.optimizer.clip_norm or None, seed=recipe.run.seed)
+    routing = Routing(**{**asdict(recipe.routing), "capacity": recipe.routing.capacity or None})
+    booster = Booster(recipe.run.plan, clip_norm=recipe.optimizer.clip_norm or None, routing=routing, seed=recipe.run.seed)
     corpus, folder = read_corpus(recipe), Folder(recipe.folder())
     tokenizer = shared_tokenizer(recipe, corpus, folder, booster)
     token_rows = encode(tokenizer, corpus.training), encode(tokenizer, corpus.validation)
@@ -145,12 +149,22 @@ def after_step(job: Job, step: int) -> None:
     last = step == every.total
     if step % every.log_every == 0 or last:
         job.display.step(step, job.meter.report())
+        job.loads = report_loads(job, step) or job.loads
     else:
         job.display.step(step)
     if every.evaluate_every and step % every.evaluate_every == 0 and not last:
         evaluate(job, step)
     if every.save_every and step % every.save_every == 0 and not last:
         save(job, step)
+
+
+def report_loads(job: Job, step: int) -> list[LayerLoad]:
+    """Events of what the experts of each layer were chosen for since the last report; none without experts."""
+    with job.meter.paused():
+        loads = job.booster.expert_loads()
+    for load in loads:
+        events.emit("experts", load.name, load.entropy, step=step, chosen=load.chosen, dropped=load.dropped)
+    return loads
 
 
 def evaluate(job: Job, step: int) -> Score:
@@ -209,4 +223,7 @@ def finish(job: Job, step: int) -> None:
             **job.meter.summary(),
             "memory": memory,
         }
+        if job.loads:
+            evenness = {load.name: load.entropy for load in job.loads}
+            summary["experts"] = {"entropy": evenness, "dropped": sum(load.dropped for load in job.loads)}
         job.folder.summary.write_text(json.dumps(summary, indent=2) + "\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from phalanx.anatomy import layer_stacks
+from phalanx.anatomy.experts_seam import StackedExperts, replace_forward
+from phalanx.parallel.expert.homes import Homes
+from phalanx.parallel.expert.layers import find_layers
+from phalanx.parallel.expert.share import PassShare
+from phalanx.parallel.expert.stacked import StackedForward
 from phalanx.plan import Plan
 from phalanx.planner.memory import predict, scale_activations
 from phalanx.train.recipe import BatchSettings
@@ -95,15 +100,30 @@ def activation_bytes_of_a_row(model: torch.nn.Module, batch: dict[str, torch.Ten
 def predicted_memory(model: torch.nn.Module, batch: BatchSettings, plan: Plan, world: int) -> StepMemory:
     """What the plan says that each rank will keep and reach, before the run."""
     data_size = plan.sizes(world)["dp"]
+    experts = _compute_hollow_experts(model)
     tokens = torch.zeros(2, batch.tokens, dtype=torch.int64)
     row_bytes = activation_bytes_of_a_row(model, {"input_ids": tokens, "labels": tokens})
     activations = scale_activations(row_bytes, 1, batch.rows, plan, data_size)
-    found = predict(sum(chunk_sizes(model)), chunk_sizes(model), plan, data_size, activation_bytes=activations)
+    shared = chunk_sizes(model, lambda parameter: id(parameter) not in experts)
+    found = predict(sum(shared), shared, plan, data_size, activation_bytes=activations)
+    if experts:  # a rank holds a part of them, which fewer ranks shard
+        own = [-(-size // plan.ep) for size in chunk_sizes(model, lambda parameter: id(parameter) in experts)]
+        beside = predict(sum(own), own, plan, data_size // plan.ep)
+        found = {name: value + beside[name] for name, value in found.items()}
     # Gradients, and what was gathered of parameters, go after each step.
     return StepMemory(found["parameter"] + found["optimizer"], found["total"])
 
 
-def chunk_sizes(model: torch.nn.Module) -> list[int]:
-    """The parameters outside of all layers, then those of each layer."""
-    sizes = [sum(parameter.numel() for parameter in block.parameters()) for _, block in layer_stacks(model)]
-    return [sum(parameter.numel() for parameter in model.parameters()) - sum(sizes), *sizes]
+def chunk_sizes(model: torch.nn.Module, counts: Callable[[torch.nn.Parameter], bool] = lambda _: True) -> list[int]:
+    """The parameters outside of all layers, then those of each layer; of those that count."""
+    sizes = [sum(p.numel() for p in block.parameters() if counts(p)) for _, block in layer_stacks(model)]
+    return [sum(p.numel() for p in model.parameters() if counts(p)) - sum(sizes), *sizes]
+
+
+def _compute_hollow_experts(model: torch.nn.Module) -> set[int]:
+    """The ids of the parameters that belong to one expert each; products that take hollow weights replace those that do not."""
+    layers = find_layers(model, PassShare())
+    for layer in layers:
+        if isinstance(layer.found, StackedExperts):
+            replace_forward(layer.experts, StackedForward(Homes.even(layer.num_experts, 1), (), layer.load))
+    return {id(parameter) for layer in layers for parameter in layer.experts.parameters()}

@@ -63,6 +63,16 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoutingSettings:
+    """What is added to the routing of a mixture, as `phalanx.Routing` has it; capacity 0 drops nothing."""
+
+    z: float = 0.0
+    sequence: float = 0.0
+    bias_rate: float = 0.0
+    capacity: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepSettings:
     """How long to train, and every how many steps what is done; 0 means only at the end."""
 
@@ -91,6 +101,7 @@ class Recipe:
     model: ModelSettings = ModelSettings()
     batch: BatchSettings = BatchSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
+    routing: RoutingSettings = RoutingSettings()
     steps: StepSettings = StepSettings()
     sample: SampleSettings = SampleSettings()
     source: str = "."
@@ -117,6 +128,10 @@ _RANGES: dict[str, tuple[float, float]] = {
     "optimizer.beta1": (0.0, 1.0),
     "optimizer.beta2": (0.0, 1.0),
     "optimizer.clip_norm": (0.0, 1e30),
+    "routing.z": (0.0, 100.0),
+    "routing.sequence": (0.0, 100.0),
+    "routing.bias_rate": (0.0, 1.0),
+    "routing.capacity": (0.0, 1e6),
     "steps.total": (1, 1 << 40),
     "steps.log_every": (1, 1 << 40),
     "steps.evaluate_every": (0, 1 << 40),

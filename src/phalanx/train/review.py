@@ -17,7 +17,7 @@ from phalanx.errors import CheckpointError, ConfigError
 from phalanx.log import get_logger
 from phalanx.train.evaluate import Score, plain_loss, score
 from phalanx.train.folder import Folder
-from phalanx.train.picture import draw_losses
+from phalanx.train.picture import draw_loads, draw_losses
 from phalanx.train.recipe import Recipe, SampleSettings
 from phalanx.train.text import encode, read_corpus
 
@@ -74,9 +74,10 @@ def write_sample(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, set
 
 
 def draw(folder: Folder) -> None:
-    """The loss curve, or a word on why there is none."""
+    """The loss curve and the loads of experts, or a word on why there is none."""
     try:
         draw_losses(folder.events, folder.picture)
+        draw_loads(folder.events, folder.loads_picture)
     except ConfigError as error:
         get_logger().warning("no picture: %s", error)
 
@@ -90,6 +91,10 @@ def describe(summary: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
         ("reloaded", f"{reloaded['bits_per_byte']:.4f} bits per byte in a single process"),
         ("speed", f"{summary['tokens_per_s']:,.0f} tokens/s, {summary['steps']} steps in {summary['train_s']:.0f} s"),
     ]
+    if "experts" in summary:
+        evenness = summary["experts"]["entropy"].values()
+        dropped = summary["experts"]["dropped"]
+        rows.append(("experts", f"evenness {min(evenness):.3f} to {max(evenness):.3f} (1: all alike), {dropped:,.0f} choices dropped"))
     rows += [(f"memory of rank {rank}", text) for rank, text in enumerate(map(memory_line, summary["memory"]))]
     return [*rows, ("files", f"{folder}: sample.txt, loss.png, events.jsonl, model/, checkpoints/")]
 
