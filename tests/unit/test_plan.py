@@ -1,6 +1,7 @@
 """The text form of a plan: what it reads, its one print, and the sizes that follow."""
 
 import dataclasses
+import math
 import random
 import tomllib
 
@@ -125,6 +126,21 @@ def test_the_axes_fill_the_world(text, world, sizes):
     found = Plan.parse(text).sizes(world)
     assert list(found) == ["dp", "pp", "cp", "tp"]
     assert tuple(found.values()) == sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "axes"),
+    [
+        ("tp2", {"tp": 2}),
+        ("tp4:2d", {"row": 2, "col": 2}),
+        ("tp8:2.5d2", {"depth": 2, "row": 2, "col": 2}),
+        ("tp8:3d", {"plane": 2, "row": 2, "col": 2}),
+    ],
+)
+def test_the_axes_of_a_grid(text, axes):
+    sizes, parts = Plan.parse(text).axes(16)
+    assert {name: sizes[name] for name in parts["tp"]} == axes
+    assert sizes["dp"] * math.prod(axes.values()) == 16
 
 
 @pytest.mark.parametrize(("text", "world"), [("pp3", 8), ("dp3+tp2", 8), ("tp4", 2), ("dp2", 4), ("zero1", 0)])

@@ -68,7 +68,7 @@ class Booster:
             raise ConfigError(f"clip_norm is {self.clip_norm}", allowed="a number above 0, or None", remedy="clip_norm=1.0")
         self.world = launch.launch()
         plan.require(None, self.world.size)
-        self.mesh = Mesh(plan.sizes(self.world.size))
+        self.mesh = Mesh(*plan.axes(self.world.size))
         self.device = device.get(self.world.device.type)
         self.precision = Precision.of(plan.precision)
         self.streams = Streams(seed, self.device)
@@ -92,7 +92,7 @@ class Booster:
         if model in _BOOSTED:
             raise ConfigError("this model was boosted already", allowed="each model once", remedy="what the first booster.boost returned")
         context = Context.of(self.plan, self.mesh, self.precision, self.streams, uses_own_loss=criterion is None, routing=self.routing)
-        is_cut = self.plan.acc * self.mesh.axis("dp", "cp").size > 1
+        is_cut = self.plan.acc * self.mesh.axis("dp", "cp").size * context.roles.rows.size > 1
         objective = Objective(model, criterion, self.forward, self.count, is_cut=is_cut, share=context.share)
         start = StartState(model, self.mesh.world, self.world.device)
         for run in PASSES:
@@ -103,6 +103,7 @@ class Booster:
             objective,
             world=self.mesh.world,
             counts_loss=context.counts_loss,
+            cut=context.roles.rows,
             num_passes=self.plan.acc,
             clip_norm=self.clip_norm,
             norm_type=self.norm_type,
@@ -141,7 +142,7 @@ class Booster:
         return SplitSequences(model, Grid(ring, ulysses), objective.own, place, uses_own_loss=objective.criterion is None)
 
     def _make_engine(self, model: nn.Module, context: Context, start: StartState) -> Any:
-        data, stage, group = self.mesh.axis("dp", "cp"), self.plan.zero, self.plan.zero_group
+        data, stage, group = context.roles.data, self.plan.zero, self.plan.zero_group
         if self.plan.fsdp and data.size > 1:  # one rank has nothing to shard, whoever does it
             from phalanx.memory.fsdp import FsdpEngine
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from phalanx.anatomy import is_batch_dependent, layer_stacks, replace_causal_loss
 from phalanx.anatomy.balance_seam import balance_loss_of, balance_speakers, replace_balance_loss
+from phalanx.booster.roles import AxisRoles
 from phalanx.cluster import launch
 from phalanx.cluster.mesh import Axis, Mesh
 from phalanx.cluster.placement import Placements
@@ -40,6 +41,7 @@ class Context:
 
     plan: Plan
     mesh: Mesh
+    roles: AxisRoles
     precision: Precision
     streams: Streams
     uses_own_loss: bool
@@ -53,9 +55,10 @@ class Context:
     def of(
         cls, plan: Plan, mesh: Mesh, precision: Precision, streams: Streams, *, uses_own_loss: bool, routing: Routing | None = None
     ) -> Context:
-        """What holds before any pass: tensor ranks do the same work, and compute the same loss."""
-        copies = (mesh.axis("tp"),)
-        return cls(plan, mesh, precision, streams, uses_own_loss, Placements(copies), copies, routing or Routing())
+        """What holds before any pass: tensor ranks do the same work and compute the same loss, on a grid those of the same rows."""
+        roles = AxisRoles.of(plan, mesh)
+        placements = Placements((roles.copies,), (roles.stored,))
+        return cls(plan, mesh, roles, precision, streams, uses_own_loss, placements, (roles.copies,), routing or Routing())
 
     @property
     def counts_loss(self) -> bool:
@@ -66,7 +69,7 @@ class Context:
 def refuse_batch_dependence(model: nn.Module, context: Context) -> nn.Module:
     """Models whose numbers depend on how the batch is cut cannot be exact where it is cut."""
     names = is_batch_dependent(model)
-    pieces = context.mesh.axis("dp", "cp").size * context.plan.acc
+    pieces = context.mesh.axis("dp", "cp").size * context.roles.rows.size * context.plan.acc
     if names and pieces > 1:
         raise PlanError(
             f"{names[0]}, and the plan cuts the batch into {pieces} pieces",

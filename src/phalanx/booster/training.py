@@ -22,7 +22,7 @@ from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
 from phalanx.data import num_rows, spare_row, take_rows
 from phalanx.errors import ConfigError, ShapeError
-from phalanx.layout import split_range
+from phalanx.layout import Range, split_range
 from phalanx.memory import StateEngine
 from phalanx.memory.reduction import backward_outside
 from phalanx.optim.elementwise import refuse_closure, require_elementwise
@@ -45,7 +45,7 @@ class Training:
     """Runs global batches through a boosted model, pass by pass, and steps its optimizer.
 
     `num_passes` is the number of accumulation passes; `world` holds all ranks, of which only those with `counts_loss` add their
-    loss and count to the sums.
+    loss and count to the sums. `cut` cuts the rows of a data index once more, as a grid does.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Training:
         *,
         world: Axis,
         counts_loss: bool = True,
+        cut: Axis | None = None,
         num_passes: int,
         clip_norm: float | None,
         norm_type: float,
@@ -67,6 +68,7 @@ class Training:
     ):
         self.model, self.engine, self.objective = model, engine, objective
         self.world, self.counts_loss, self.num_passes, self.split = world, counts_loss, num_passes, split
+        self.cut = cut
         self.clip_norm, self.norm_type, self.scale = clip_norm, norm_type, scale
         self.share, self.mixture, self.sequences = share or PassShare(), mixture, sequences
         self.optimizer: BoostedOptimizer | None = None
@@ -145,11 +147,18 @@ class Training:
         if total:
             self.spare = spare = self.rows(batch, 0, 1, total)
         for number in range(num_passes):
-            start, stop = split_range(total, num_passes, number)
+            start, stop = self._own(*split_range(total, num_passes, number))
             if start < stop:
                 yield self.rows(batch, start, stop, total), 1.0
             else:
                 yield self._spare_or_raise(spare), 0.0
+
+    def _own(self, start: int, stop: int) -> Range:
+        """Of some rows those of this rank, where a grid cuts the rows of a data index once more."""
+        if self.cut is None or self.cut.size == 1:
+            return start, stop
+        first, last = split_range(stop - start, self.cut.size, self.cut.index)
+        return start + first, start + last
 
     def _spare_or_raise(self, spare: Any) -> Any:
         spare = self.spare if spare is None else spare

@@ -40,11 +40,12 @@ class Placement:
 class Placements:
     """The placements of one model's parameters, as the passes of a plan declare them.
 
-    What no pass declares is held whole by every rank, and those along `copies` do the same work with it.
+    What no pass declares is held whole by every rank; those along `copies` do the same work with it, those along `sums` other work.
     """
 
-    def __init__(self, copies: Sequence[Axis] = ()):
+    def __init__(self, copies: Sequence[Axis] = (), sums: Sequence[Axis] = ()):
         self.copies = tuple(axis for axis in copies if axis.size > 1)
+        self.sums = tuple(axis for axis in sums if axis.size > 1)
         self._declared: dict[tuple[nn.Module, str], Placement] = {}
 
     def declare(self, module: nn.Module, attribute: str, placement: Placement) -> None:
@@ -61,9 +62,9 @@ class Placements:
         if len(found) > 1 or (found and not all(owner in self._declared for owner in owners)):
             names = ", ".join(f"{type(module).__name__}.{attribute}" for module, attribute in owners)
             raise ShapeError(f"{names} share one weight that the plan cuts in several ways", remedy="untied weights")
-        return found.pop() if found else Placement(Layout.whole(shape), copies=self.copies)
+        return found.pop() if found else Placement(Layout.whole(shape), sums=self.sums, copies=self.copies)
 
     @property
     def is_first(self) -> bool:
         """Whether this rank counts and saves what is not declared."""
-        return all(axis.index == 0 for axis in self.copies)
+        return all(axis.index == 0 for axis in (*self.sums, *self.copies))

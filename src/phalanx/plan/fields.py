@@ -17,7 +17,7 @@ TENSOR_KINDS = ("1d", "2d", "2.5d", "3d")
 PLACEMENTS = ("auto", "static", "device", "host")
 _COUNTS = ("pp", "cp", "tp", "tp_depth", "ep", "acc", "interleaved")
 _OPTIONAL_COUNTS = ("dp", "ulysses", "ring", "micro", "zero_group")
-_SWITCHES = ("sp", "offload", "gemini", "fsdp")
+_SWITCHES = ("sp", "tp_keep", "tp_outputs_move", "offload", "gemini", "fsdp")
 _CHOICES: dict[str, tuple[object, ...]] = {
     "tp_kind": TENSOR_KINDS,
     "zero": (0, 1, 2, 3),
@@ -56,7 +56,8 @@ class PlanFields:
 
     `dp` None takes what the world leaves, `micro` None is twice `pp`. `ulysses` and `ring` are None together: `cp` alone is named.
     `offload` keeps the optimizer's state in host memory. `recompute` is None, "full", "selective" or the fraction of layers.
-    `interleaved` is the number of chunks that a stage holds under `1f1b`.
+    `interleaved` is the number of chunks that a stage holds under `1f1b`. On grids (2d, 2.5d, 3d) `tp_keep` holds gathered inputs and
+    weights for the backward; `tp_outputs_move` (2d, 2.5d) moves the outputs of second products, which are narrower, not their inputs.
 
     Raises: PlanError, listing every field with a value it cannot have.
     """
@@ -67,6 +68,8 @@ class PlanFields:
     tp: int = 1
     tp_kind: str = "1d"
     tp_depth: int = 1
+    tp_keep: bool = False
+    tp_outputs_move: bool = False
     sp: bool = False
     ulysses: int | None = None
     ring: int | None = None
@@ -144,6 +147,15 @@ class PlanFields:
     def num_chunks(self) -> int:
         """The model chunks that each pipeline rank holds."""
         return 2 if self.schedule in ("zbv", "dualpipev") else self.interleaved
+
+    @property
+    def tensor_axes(self) -> dict[str, int]:
+        """The axes that `tp` consists of, outermost first: one, or those of a grid, of which the first but for `depth` takes rows."""
+        if self.tp_kind == "1d":
+            return {"tp": self.tp}
+        side = round((self.tp / self.tp_depth) ** (1 / 3 if self.tp_kind == "3d" else 1 / 2))
+        grid = {"row": side, "col": side}
+        return {"2d": grid, "2.5d": {"depth": self.tp_depth, **grid}, "3d": {"plane": side, **grid}}[self.tp_kind]
 
     @property
     def model_size(self) -> int:

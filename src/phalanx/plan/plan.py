@@ -89,6 +89,12 @@ class Plan(PlanFields):
         assert dp is not None
         return {"dp": dp, "pp": self.pp, "cp": self.cp, "tp": self.tp}
 
+    def axes(self, world: int) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
+        """The sizes of all mesh axes, those of a grid one by one, and which of them form `tp`."""
+        sizes = self.sizes(world)
+        del sizes["tp"]
+        return {**sizes, **self.tensor_axes}, {"tp": tuple(self.tensor_axes)}
+
     def default_world(self) -> int:
         """The fewest ranks on which every term has something to do: 2 data indexes where state is sharded or no axis is named."""
         if self.dp is not None:
