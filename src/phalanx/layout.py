@@ -15,6 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from phalanx.errors import ShapeError
+
 Range = tuple[int, int]
 Box = tuple[tuple[Range, ...], ...]
 
@@ -51,6 +53,11 @@ class Layout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "box", tuple(_as_ranges(dimension) for dimension in self.box))
+        edges = [[0, *itertools.chain(*ranges), size] for size, ranges in zip(self.shape, self.box, strict=True)]
+        if any(here > there for dimension in edges for here, there in itertools.pairwise(dimension)):
+            raise ShapeError(f"the box {self.box} of a tensor of shape {self.shape}", allowed="ascending ranges within each dimension")
+        if not 0 <= self.run[0] <= self.run[1] <= math.prod(self.box_shape):
+            raise ShapeError(f"the run {self.run} of a box of shape {self.box_shape}", allowed="a range of its elements")
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Layout:
@@ -86,8 +93,9 @@ class Layout:
 
     @property
     def has_first(self) -> bool:
-        """Whether the first element of the logical tensor is here; one of the ranks that share a tensor has it."""
-        return self.run[0] == 0 < self.run[1] and all(ranges[0][0] == 0 for ranges in self.box)
+        """Whether the first element of the logical tensor is here; of a tensor without elements, every holder has it."""
+        begins = self.run[0] == 0 and all(ranges and ranges[0][0] == 0 for ranges in self.box)
+        return begins and (self.num_elements > 0 or math.prod(self.shape) == 0)
 
     def take(self, full: torch.Tensor) -> torch.Tensor:
         """The box of a full tensor; a view where each dimension has one range.

@@ -220,7 +220,7 @@ def load_model(training: Training, path: Path, axis: Axis) -> None:
 
 
 def moment_pieces(training: Training, prefix: str) -> Iterator[Piece]:
-    """This rank's part of every tensor in the optimizer's state; scalars (step counts) belong to who holds the first element."""
+    """This rank's part of every tensor in the optimizer's state; scalars (step counts) go with its first element."""
     if training.optimizer is None:
         return
     engine = training.engine

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 
 from phalanx import materialize
+from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
+from phalanx.errors import ConfigError
 from phalanx.memory.engine import broadcast_from_first
 from phalanx.memory.partition import clean_name
 
@@ -17,13 +20,16 @@ class StartState:
     """Makes all ranks begin with the same values; taken before any pass cuts the model, so that all ranks see the same names.
 
     Cost: a broadcast of each tensor that has memory; one tensor at a time beside the model.
+    Raises: ConfigError where ranks bring different models, or tensors without values.
     """
 
     def __init__(self, model: nn.Module, world: Axis, device: torch.device):
         self.model, self.world, self.device = model, world, device
         self.is_lazy = materialize.is_lazy(model)
         self.parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._require_same_model()
         if not self.is_lazy:
+            self._require_values()
             self._share_parameters()
             self._place_buffers()
 
@@ -31,6 +37,38 @@ class StartState:
     def fill(self) -> Callable | None:
         """For a model without memory: hands (name, full value) of every parameter to its argument, and places buffers."""
         return self._fill if self.is_lazy else None
+
+    def _require_same_model(self) -> None:
+        """Tensors that differ in number or shape would meet in one collective, which then hangs or mixes them up."""
+        mine = list(self._listing())
+        digests = comm.gather_objects(zlib.crc32("\n".join(mine).encode()), self.world)
+        if len(set(digests)) == 1:
+            return
+        listings = comm.gather_objects(mine, self.world)
+        rank = next(rank for rank, listing in enumerate(listings) if listing != listings[0])
+        ours, theirs = listings[0], listings[rank]
+        at = next((at for at, (one, other) in enumerate(zip(ours, theirs)) if one != other), min(len(ours), len(theirs)))
+        first, other = (listing[at] if at < len(listing) else "nothing more" for listing in (ours, theirs))
+        raise ConfigError(
+            f"ranks bring different models to boost: rank 0 has {first} where rank {rank} has {other}",
+            allowed="the same model on every rank; its values may differ, and become those of rank 0",
+            remedy="build the model alike on all ranks",
+        )
+
+    def _listing(self) -> Iterator[str]:
+        for kind, named in (("parameter", self.model.named_parameters()), ("buffer", self.model.named_buffers())):
+            for name, tensor in named:
+                state = ("lazy" if self.is_lazy else "") + (" frozen" if kind == "parameter" and not tensor.requires_grad else "")
+                yield f"{state} {kind} {clean_name(name)} {list(tensor.shape)} {tensor.dtype}".strip()
+
+    def _require_values(self) -> None:
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            if tensor.is_meta:
+                raise ConfigError(
+                    f"'{name}' is a meta tensor, which has no value to start from",
+                    allowed="models with values, or built under px.lazy()",
+                    remedy="with px.lazy(): in place of torch.device('meta')",
+                )
 
     def _share_parameters(self) -> None:
         if self.world.size == 1:
@@ -52,14 +90,19 @@ class StartState:
                     module._buffers[name] = placed[id(buffer)][1]
 
     def _fill(self, receive: Callable[[str, torch.Tensor], None]) -> None:
-        """Replays the construction of a lazy model: parameters go to `receive`, buffers to their place."""
+        """Replays the construction of a lazy model: parameters go to `receive`, buffers to all places that share them."""
+        places: dict[int, tuple[torch.Tensor, list[tuple[nn.Module, str]]]] = {}  # the old buffer is kept with its id
+        for module in self.model.modules():
+            for attribute, buffer in module._buffers.items():
+                if buffer is not None:
+                    places.setdefault(id(buffer), (buffer, []))[1].append((module, attribute))
 
         def place(name: str, value: torch.Tensor) -> None:
             value = broadcast_from_first(value.to(self.device), self.world)
             if name in self.parameters:
                 receive(clean_name(name), value)
-            else:
-                owner, _, attribute = name.rpartition(".")
-                self.model.get_submodule(owner)._buffers[attribute] = value
+                return
+            for module, attribute in places[id(self.model.get_buffer(name))][1]:
+                module._buffers[attribute] = value
 
         materialize.replay(self.model, place)

@@ -9,6 +9,7 @@ import torch
 
 from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
+from phalanx.errors import ShapeError
 from phalanx.layout import Box, Layout, Piece
 
 Part = tuple[int, Layout, torch.dtype]
@@ -29,12 +30,15 @@ def assemble(pieces: Iterable[Piece], world: Axis, device: torch.device) -> Iter
     for piece in pieces:
         mine.setdefault(piece.name, []).append(piece)
     for name, entries in parts.items():
-        yield name, _assemble_one(entries, mine.get(name, []), world, device)
+        yield name, _assemble_one(name, entries, mine.get(name, []), world, device)
 
 
-def _assemble_one(entries: list[Part], mine: list[Piece], world: Axis, device: torch.device) -> torch.Tensor:
+def _assemble_one(name: str, entries: list[Part], mine: list[Piece], world: Axis, device: torch.device) -> torch.Tensor:
     """One tensor: runs make up boxes, boxes make up the tensor. What this rank holds itself is shown as it holds it."""
-    full = torch.empty(entries[0][1].shape, dtype=entries[0][2], device=device)
+    shape, found = entries[0][1].shape, sum(layout.num_elements for _, layout, _ in entries)
+    if found != math.prod(shape):
+        raise ShapeError(f"ranks own {found} elements of '{name}'", allowed=f"each of its {math.prod(shape)} elements once")
+    full = torch.empty(shape, dtype=entries[0][2], device=device)
     boxes: dict[Box, torch.Tensor] = {}
     for _, layout, dtype in entries:
         boxes.setdefault(layout.box, torch.empty(math.prod(layout.box_shape), dtype=dtype, device=device))

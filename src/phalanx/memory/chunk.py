@@ -217,11 +217,29 @@ class Chunk:
         """
         if self.is_gathered:
             return
+        with torch._C.DisableTorchFunction():  # a look at where a parameter lies is no read of it
+            self.require_own_memory()
         self.start_gather()
         assert self.pending_gather is not None
         self.pending_gather.wait()
         self.pending_gather, self.is_gathered = None, True
         self.bind()
+
+    def require_own_memory(self) -> None:
+        """Raises: ConfigError for a parameter that no longer shows the chunk's memory: the optimizer's updates would not reach it."""
+        place = self.full.untyped_storage().data_ptr()  # 0 where tensors have no memory, as in a rehearsal
+        for slot in self.slots if place or not self.is_gathered else ():
+            parameter = slot.parameter
+            if self.is_gathered:
+                is_own = parameter.data_ptr() == place + slot.offset * self.full.itemsize
+            else:
+                is_own = parameter.untyped_storage().data_ptr() == self._placeholder(slot).untyped_storage().data_ptr()
+            if (not is_own and slot.num_elements) or parameter.dtype != self.dtypes.compute:
+                raise ConfigError(
+                    f"the parameter '{slot.name}' was replaced after boost (now {parameter.dtype} on {parameter.device})",
+                    allowed="conversions such as model.double() or model.to(...) before boost, and changes in place after it",
+                    remedy="parameter.copy_(value) for parameter.data = value, or a precision term in the plan",
+                )
 
     def release(self) -> None:
         """Drops gathered parameters, where they come and go. Whoever reads one while it is away reads NaN, never freed memory."""

@@ -118,6 +118,7 @@ class StateEngine:
     def backward(self, synchronise: bool = True) -> Iterator[None]:
         """Runs a backward inside: collects its gradients and reduces them where the policy or `synchronise` asks for it."""
         self._require_own_memory()
+        self._require_let_go()
         self.reducer.begin(synchronise)
         if self.stream is not None:
             self.stream.begin_backward()
@@ -133,14 +134,16 @@ class StateEngine:
     def _require_own_memory(self) -> None:
         """Parameters that were converted or moved after boost no longer show what the optimizer updates."""
         for chunk in self.chunks:
-            first = chunk.slots[0].parameter
-            moved = chunk.is_gathered and first.numel() and first.untyped_storage().data_ptr() != chunk.full.untyped_storage().data_ptr()
-            if moved or first.dtype != chunk.dtypes.compute:
-                raise ConfigError(
-                    f"the parameters of '{chunk.name}' were replaced after boost (now {first.dtype} on {first.device})",
-                    allowed="conversions such as model.double() or model.to(...) before boost",
-                    remedy="a precision term in the plan, or convert first and boost then",
-                )
+            chunk.require_own_memory()
+
+    def _require_let_go(self) -> None:
+        """A step would change and release parameters that are promised in full."""
+        if self.stream is not None and self.stream.held:
+            raise ConfigError(
+                "a step was taken inside booster.gathered(), where parameters are held in full",
+                allowed="training outside of it",
+                remedy="leave the block before booster.step",
+            )
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -193,6 +196,7 @@ class StateEngine:
                 yield gradient if chunk.policy.optimizer else gradient.reshape(-1)[first:last]
 
     def expose_gradients(self) -> None:
+        self._require_let_go()
         for chunk in self.chunks:
             if chunk.is_trainable:
                 chunk.expose_gradients()
