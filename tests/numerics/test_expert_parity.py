@@ -12,7 +12,16 @@ from phalanx.verify import verify_named
 
 USER_FILE = Path(__file__).with_name("user_mixture.py")
 TINY = ("tiny-mixtral", "tiny-qwen3-moe", "tiny-olmoe", "tiny-gpt-oss", "tiny-deepseek-v2", "tiny-deepseek-v3")
-PLANS = [("ep2", 2), ("zero1+ep2", 4), ("zero3+ep2", 4), ("zero3+ep4", 4), ("zero2+ep3+acc2", 3), ("ep2+recompute", 2)]
+PLANS = [
+    ("ep2", 2),
+    ("zero1+ep2", 4),
+    ("zero3+ep2", 4),
+    ("zero3+ep4", 4),
+    ("zero2+ep3+acc2", 3),
+    ("ep2+recompute", 2),
+    ("ep2+selective", 2),
+]
+PLANS += [("ulysses2+ep2", 2), ("zero3+ring2+ep2", 4)]
 
 
 BUILDERS = {
@@ -42,6 +51,9 @@ COVER = [
     ("user-mixture", "zero2+ep3+acc2", 3),
     ("user-mixture-pushed", "zero1+ep2", 2),
     ("user-mixture-pushed", "zero3+ep2", 4),
+    ("tiny-qwen3-moe", "zero1+ulysses2+ep2", 4),
+    ("tiny-deepseek-v3", "zero3+ring2+ep4", 4),
+    ("mixtral-balance-loss", "ulysses2+ep2", 4),
     ("mixtral-balance-loss", "zero0", 1),
     ("mixtral-balance-loss", "zero3", 3),
     ("mixtral-balance-loss-top-1", "zero1+ep2", 4),

@@ -110,7 +110,12 @@ def compare(found, right):
 
 @pytest.mark.parametrize(
     ("name", "plan", "world"),
-    [("tiny-qwen3-moe", "ep2", 2), ("tiny-deepseek-v3", "zero1+ep2+acc2", 4), ("tiny-mixtral", "zero3+ep3+recompute", 3)],
+    [
+        ("tiny-qwen3-moe", "ep2", 2),
+        ("tiny-deepseek-v3", "zero1+ep2+acc2", 4),
+        ("tiny-mixtral", "zero3+ep3+recompute", 3),
+        ("tiny-mixtral", "ring2+ep2", 4),
+    ],
 )
 def test_added_losses_are_those_of_one_process(name, plan, world):
     right = plain_steps(name, z=0.02, sequence=0.5)
