@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from phalanx.errors import ConfigError
+from phalanx.parallel.kept import Notes, is_inside_kept
 
 # What "selective" keeps: operations that cost much time for each byte of their result. Batched products are left out, since
 # outside fused attention they make the score matrices, which are larger than all else in the layer.
@@ -92,7 +94,7 @@ class RecomputedForward:
             partial(_call, forward, structure),
             *leaves,
             use_reentrant=False,
-            **_SELECTIVE if self.selective else {},
+            **_traced(self.selective) if torch.compiler.is_compiling() else {"context_fn": partial(_contexts, self.selective)},
         )
 
     def _without_cache(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -132,9 +134,34 @@ def _cached_tokens(value: Any, block: nn.Module) -> bool:
     return bool(value.get_seq_length(next((index for index in indices if isinstance(index, int)), 0)))
 
 
+def _contexts(selective: bool) -> tuple[AbstractContextManager, AbstractContextManager]:
+    """What surrounds the first and the second forward."""
+    notes = Notes()
+    around = create_selective_checkpoint_contexts(_policy) if selective else (nullcontext(), nullcontext())
+    return _Both(notes.writing, around[0]), _Both(notes.reading, around[1])
+
+
+def _traced(selective: bool) -> dict[str, Any]:
+    """The same for a compiler, which decides itself what runs again and knows selective contexts alone."""
+    return {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
+
+
+class _Both(ExitStack):
+    """A note of what is kept and a context of torch, entered as one, and again for another backward through the same graph."""
+
+    def __init__(self, noting: Callable[[], AbstractContextManager], other: AbstractContextManager):
+        super().__init__()
+        self.noting, self.other = noting, other
+
+    def __enter__(self) -> Any:
+        self.enter_context(self.noting())
+        self.enter_context(self.other)
+        return self
+
+
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     schema = operation._schema
-    if schema.name not in KEPT or _has_dropout(schema, args, kwargs):
+    if is_inside_kept() or schema.name not in KEPT or _has_dropout(schema, args, kwargs):
         return CheckpointPolicy.PREFER_RECOMPUTE
     return CheckpointPolicy.MUST_SAVE
 
@@ -143,6 +170,3 @@ def _has_dropout(schema: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     # An operation that is kept does not run again, so one that draws would leave later dropouts of the block other numbers.
     given = dict(zip((argument.name for argument in schema.arguments), args)) | kwargs
     return bool(given.get("dropout_p"))
-
-
-_SELECTIVE: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}

@@ -10,6 +10,7 @@ Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023); the ord
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
 from phalanx.kernels.attention import Form, attend, differentiate, merge, wide_dtype
 from phalanx.kernels.attention_sight import Sight
+from phalanx.parallel.kept import kept
 from phalanx.parallel.sequence.cut import Rows
 
 
@@ -35,7 +37,9 @@ def ring_attention(
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q, k, v, sight: Sight, form: Form, rows: Rows, axis: Axis) -> torch.Tensor:
-        out, lse = _forward(q, k, v, sight, form, rows, axis)
+        # On one rank the attention is cheap to compute again for what it would hold; a ring would send everything once more.
+        compute = partial(_forward, q, k, v, sight, form, rows, axis)
+        out, lse = kept(compute) if axis.size > 1 else compute()
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.told = sight, form, rows, axis
         return out

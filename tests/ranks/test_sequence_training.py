@@ -1,0 +1,108 @@
+"""Training on parts of sequences: what is sent, what dropout draws, what evaluation says, and what is left of the model afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import phalanx as px
+from phalanx.cluster import comm
+from phalanx.testing import RankError, run_ranks
+from tests.numerics import sequence_programs as programs
+
+ROWS, LENGTH = 2, 24
+
+
+def _llama(dropout: float = 0.0):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=37, attention_dropout=dropout, **sizes)).double()
+
+
+def _batch(step: int = 0) -> dict[str, torch.Tensor]:
+    ids = programs.draw(step, ROWS, LENGTH)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _boosted(plan: str, model: torch.nn.Module, seed: int = 0):
+    booster = px.Booster(plan, seed=seed)
+    return booster, *booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[:2]
+
+
+def _bytes_of_a_step(plan: str) -> dict[str, int]:
+    booster, *_ = _boosted(plan, _llama())
+    booster.step(_batch())
+    with comm.ledger.record() as rows:
+        booster.step(_batch(1))
+    wire: dict[str, int] = {}
+    for operation, axis, _, _, sent in rows:
+        if operation == "all_to_all":
+            wire[axis] = wire.get(axis, 0) + sent
+    return wire
+
+
+@pytest.mark.parametrize("plan", ["recompute+ring2", "selective+ring2"])
+def test_a_ring_is_not_run_twice_where_a_block_is(plan):
+    """Three layers, forward once and backward twice k and v: (r - 1) 2 b s h_kv / r elements."""
+    once = ROWS * LENGTH * 2 * 16 // 2 * 8
+    for wire in run_ranks(_bytes_of_a_step, 2, plan):
+        assert wire == {"ring": 3 * 3 * once}
+
+
+def _gradients_with_dropout(plan: str, seed: int = 0) -> tuple[float, dict[str, torch.Tensor]]:
+    booster, *_ = _boosted(plan, _llama(dropout=0.3), seed)
+    result = booster.forward_backward(_batch())
+    return result.loss, booster.gradients()
+
+
+def test_recompute_draws_the_same_dropout():
+    plain, recomputed, other = (run_ranks(_gradients_with_dropout, 2, *given) for given in (("ring2",), ("recompute+ring2",), ("ring2", 1)))
+    for (loss, gradients), (again_loss, again) in zip(plain, recomputed, strict=True):
+        assert loss == again_loss
+        assert all(torch.equal(gradients[name], again[name]) for name in gradients)
+    assert other[0][0] != plain[0][0]
+
+
+def _evaluation() -> tuple[float, float, float, str]:
+    """Loss of an evaluation on parts and in one process, and what the model says and is outside of steps."""
+    model = _llama()
+    with torch.no_grad():
+        whole = model.eval()(**_batch())
+    model.train()
+    booster, boosted, _ = _boosted("zero3+ring2", model)
+    found = booster.evaluate(_batch()).loss
+    with torch.no_grad(), booster.gathered():
+        after = boosted.eval()(**_batch())
+    return float(whole.loss), found, float((whole.logits - after.logits).abs().max()), boosted.config._attn_implementation
+
+
+def test_evaluation_is_cut_and_the_model_is_itself_outside_of_steps():
+    for whole, found, difference, implementation in run_ranks(_evaluation, 2):
+        assert abs(whole - found) < 1e-6  # in float32 inside the model
+        assert difference < 1e-12
+        assert implementation == "sdpa"
+
+
+def _hand_written() -> None:
+    booster, model, optimizer = _boosted("ring2", _llama())
+    booster.backward(model(**_batch()).loss, optimizer)
+
+
+def test_a_hand_written_forward_is_refused():
+    with pytest.raises(RankError, match="hand-written forward"):
+        run_ranks(_hand_written, 2)
+
+
+def _long_rope() -> None:
+    model = _llama()
+    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model.config.max_position_embeddings = LENGTH - 1
+    booster, *_ = _boosted("ring2", model)
+    booster.step(_batch())
+
+
+def test_frequencies_that_depend_on_the_length_are_refused():
+    with pytest.raises(RankError, match="positions depend on the length"):
+        run_ranks(_long_rope, 2)
