@@ -11,6 +11,7 @@ from phalanx.cluster.comm import ledger
 from phalanx.cluster.launch import launch
 from phalanx.cluster.mesh import Mesh
 from phalanx.parallel.expert import exchange
+from phalanx.parallel.expert.axes import hops_of
 from phalanx.parallel.expert.homes import Homes, by_load
 from phalanx.parallel.expert.load import Load
 from phalanx.parallel.expert.stacked import StackedForward
@@ -125,6 +126,17 @@ def test_outputs_and_gradients_are_those_of_one_process(case, grid):
     world = grid[0] * grid[1] * grid[2]
     for error, _ in run_ranks(spread, world, case, grid):
         assert error < 1e-12
+
+
+def hop_sizes(local_size):
+    launch()
+    mesh = Mesh({"dp": 4})
+    return [hop.size for hop in hops_of(mesh, mesh.axis("dp"), local_size)]
+
+
+@pytest.mark.parametrize(("local_size", "sizes"), [(2, [2, 2]), (1, [4]), (4, [4]), (3, [4])])
+def test_an_axis_over_several_nodes_is_two_hops(local_size, sizes):
+    assert run_ranks(hop_sizes, 4, local_size) == [sizes] * 4
 
 
 def scattered(num_experts, size):

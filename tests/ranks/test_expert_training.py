@@ -171,6 +171,15 @@ def test_what_a_model_does_not_have_is_refused():
         px.Routing(z=-1)
 
 
+def test_verify_refuses_what_depends_on_the_cut():
+    for routing, words in (
+        (px.Routing(capacity=1.0), "numbers depend on the cut"),
+        (px.Routing(z=0.1), "no part of the one plain process"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            px.verify(start, dict, "ep2", 2, routing=routing)
+
+
 def refused_plan():
     model, _ = start("tiny-llama")
     with pytest.raises(PlanError, match="no experts were found"):

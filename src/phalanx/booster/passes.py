@@ -12,18 +12,14 @@ import torch
 from torch import nn
 
 from phalanx.anatomy import is_batch_dependent, layer_stacks, replace_causal_loss
-from phalanx.anatomy.balance_seam import balance_loss_of, balance_speakers, replace_balance_loss
+from phalanx.booster.mixtures import place_experts, sum_balance_losses
 from phalanx.booster.roles import AxisRoles
-from phalanx.cluster import launch
 from phalanx.cluster.mesh import Axis, Mesh
 from phalanx.cluster.placement import Placements
 from phalanx.cluster.random import Streams
 from phalanx.errors import PlanError
 from phalanx.kernels.cross_entropy import causal_loss
 from phalanx.parallel import recompute
-from phalanx.parallel.expert.apply import ExpertAxes, refuse_without_experts, spread_experts
-from phalanx.parallel.expert.layers import correction_biases, find_layers
-from phalanx.parallel.expert.losses import BalanceLoss, add_losses, balance_is_cut, is_the_usual_loss, refusing
 from phalanx.parallel.expert.mixture import Mixture
 from phalanx.parallel.expert.routing import Routing
 from phalanx.parallel.expert.share import PassShare
@@ -76,43 +72,6 @@ def refuse_batch_dependence(model: nn.Module, context: Context) -> nn.Module:
             allowed="modules that treat each row by itself",
             remedy="GroupNorm or LayerNorm in its place, or one process with acc1",
         )
-    return model
-
-
-def sum_balance_losses(model: nn.Module, context: Context) -> nn.Module:
-    """A mixture's own balance loss is a product of means over the batch: it is formed of sums over all ranks of a pass."""
-    plan, config = context.plan, getattr(model, "config", None)
-    for speaker in balance_speakers(model):
-        if not is_the_usual_loss(balance_loss_of(speaker)):
-            continue
-        loss = BalanceLoss(context.mesh.axis("dp", "cp"), context.share)
-        pieces = plan.acc if plan.pp == 1 else plan.acc * plan.num_micro
-        if pieces > 1 or plan.pp > 1:
-            refusal = balance_is_cut(pieces, plan.pp)
-            if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", None) != 0:
-                raise refusal
-            replace_balance_loss(speaker, refusing(refusal))
-        else:
-            replace_balance_loss(speaker, loss)
-    return model
-
-
-def place_experts(model: nn.Module, context: Context) -> nn.Module:
-    """Divides the experts of every layer among groups of ep data ranks, counts their loads, and trains their routers."""
-    layers = find_layers(model, context.share)
-    if not layers:
-        refuse_without_experts(model, context.plan.ep, context.routing)
-        return model
-    data, experts = context.mesh.split(context.mesh.axis("dp", "cp"), context.plan.ep, names=("edp", "ep"))
-    spread_experts(layers, ExpertAxes((experts,), data, context.mesh.axis("tp")), context.placements, context.routing)
-    add_losses(layers, context.routing, context.share, context.mesh.axis("cp"))
-    context.mixture = Mixture(
-        [layer.load for layer in layers],
-        context.mesh.axis("dp", "cp"),
-        launch.world().device,
-        correction_biases(layers) if context.routing.bias_rate else (),
-        context.routing.bias_rate,
-    )
     return model
 
 

@@ -52,6 +52,10 @@ class Placements:
         """Says where the parameter `module.attribute` lies; the engine cuts it when it takes it over."""
         self._declared[module, attribute] = placement
 
+    def declared(self, module: nn.Module, attribute: str) -> Placement | None:
+        """What a pass has said of `module.attribute` so far."""
+        return self._declared.get((module, attribute))
+
     def of(self, owners: Iterable[tuple[nn.Module, str]], shape: Sequence[int]) -> Placement:
         """The placement of a parameter of a logical shape, under all (module, attribute) pairs that share it.
 

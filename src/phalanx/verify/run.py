@@ -13,6 +13,7 @@ from phalanx.cluster import comm, pool
 from phalanx.cluster.launch import launch
 from phalanx.cluster.mesh import Axis, Mesh
 from phalanx.errors import ConfigError, PhalanxError, PlanError
+from phalanx.parallel.expert.routing import Routing
 from phalanx.plan import Plan
 from phalanx.verify.compare import QUANTITIES, compare, unequal_replicas, unequal_start
 from phalanx.verify.half import FLOOR, half_reference, half_tolerances
@@ -35,6 +36,7 @@ def verify(
     forward: Forward | None = None,
     count: Callable[[Any], Any] | None = None,
     split: Any = None,
+    routing: Routing | None = None,
     rows: int | None = None,
     lr: float = 0.1,
     clip_norm: float | None = None,
@@ -48,12 +50,13 @@ def verify(
     second time in that precision. `rows` keeps the first rows of each batch.
     Cost: the model once in this process and once on each of `world` local processes.
     Raises: PlanError where the plan cannot run on this world; ConfigError where `world`, `steps` or `rows` is below 1, and where two
-    builds do not start from the same weights.
+    builds do not start from the same weights, or `routing` adds something that one plain process does not have.
     """
     _require_counts(world=world, steps=steps, rows=rows)
+    _require_plain(routing)
     run = Run(steps=steps, lr=lr, seed=seed, clip_norm=clip_norm, forward=forward)
     source = Functions(model_fn, batch_fn, criterion, rows)
-    options = {name: value for name, value in (("count", count), ("split", split)) if value is not None}
+    options = {name: value for name, value in (("count", count), ("split", split), ("routing", routing)) if value is not None}
     return verify_source(source, plan, world, run, options, timeout_s)
 
 
@@ -72,6 +75,20 @@ def verify_named(
     _require_counts(world=world, steps=steps, rows=rows)
     run = Run(steps=steps, seed=seed, clip_norm=clip_norm)
     return verify_source(find_source(model, rows), plan, world, run, {}, timeout_s)
+
+
+def _require_plain(routing: Routing | None) -> None:
+    if routing is None or routing == Routing(loads=routing.loads):
+        return
+    if routing.capacity is not None:
+        raise ConfigError(
+            f"a capacity of {routing.capacity} drops choices of experts by the tokens of one rank and pass: numbers depend on the cut",
+            allowed="plans without drops",
+            remedy="Routing(capacity=None)",
+        )
+    raise ConfigError(
+        "losses and biases of a routing are no part of the one plain process", allowed="Routing(loads=...)", remedy="leave routing out"
+    )
 
 
 def _require_counts(**counts: int | None) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from torch import nn
 
@@ -14,39 +13,14 @@ from phalanx.cluster.mesh import Axis
 from phalanx.cluster.placement import Placement, Placements
 from phalanx.errors import ConfigError, PlanError
 from phalanx.layout import Layout, Range, split_range
+from phalanx.parallel.expert.axes import ExpertAxes
 from phalanx.parallel.expert.capacity import Capacity
-from phalanx.parallel.expert.exchange import rank_along
 from phalanx.parallel.expert.homes import Homes, by_load
 from phalanx.parallel.expert.layers import ExpertLayer
 from phalanx.parallel.expert.listed import ListedForward
 from phalanx.parallel.expert.load import Load
 from phalanx.parallel.expert.routing import Routing
 from phalanx.parallel.expert.stacked import StackedForward
-
-
-@dataclass(frozen=True)
-class ExpertAxes:
-    """The ranks among which the experts of every layer are divided.
-
-    `hops` together hold all experts once, outermost first; ranks along `data` hold the same ones and see other tokens; ranks along
-    `width` see the same tokens and each hold a part of every expert's inner width.
-    """
-
-    hops: tuple[Axis, ...]
-    data: Axis
-    width: Axis
-
-    @property
-    def size(self) -> int:
-        return math.prod(axis.size for axis in self.hops)
-
-    @property
-    def index(self) -> int:
-        return rank_along(self.hops)
-
-    @property
-    def is_divided(self) -> bool:
-        return self.size > 1 or self.width.size > 1
 
 
 def spread_experts(layers: Sequence[ExpertLayer], axes: ExpertAxes, placements: Placements, routing: Routing) -> None:
@@ -84,7 +58,7 @@ def _spread_stacked(experts: StackedExperts, load: Load, homes: Homes, axes: Exp
     if not axes.is_divided and capacity is None:
         return
     # What follows the second product is applied to whole sums only.
-    splits_width = axes.width.size > 1 and not experts.module.has_post_expert_norm
+    splits_width = axes.width is not None and not experts.module.has_post_expert_norm
     for parameter in experts.parameters() if axes.is_divided else ():
         placements.declare(experts.module, parameter.name, _placement(experts, parameter, homes, axes, splits_width))
     replace_forward(experts.module, StackedForward(homes, axes.hops, load, axes.width if splits_width else None, capacity))
@@ -94,8 +68,8 @@ def _placement(experts: StackedExperts, parameter: StackedParameter, homes: Home
     shape = tuple(getattr(experts.module, parameter.name).shape)
     box: list[Sequence[Range]] = [[(0, size)] for size in shape]
     box[0] = homes.ranges(axes.index) or [(0, 0)]
-    if not splits_width:
-        return Placement(Layout.of_box(shape, box), axes.data, copies=(axes.width,) if axes.width.size > 1 else ())
+    if not splits_width or axes.width is None:
+        return axes.place(Layout.of_box(shape, box))
     if parameter.inner_dim is None:
         return Placement(Layout.of_box(shape, box), axes.data, sums=(axes.width,))
     box[parameter.inner_dim] = _width_ranges(shape[parameter.inner_dim], parameter.num_blocks, experts.width, axes.width)
@@ -111,14 +85,17 @@ def _width_ranges(size: int, num_blocks: int, width: int, axis: Axis) -> list[Ra
 
 
 def _spread_list(experts: ExpertList, load: Load, homes: Homes, axes: ExpertAxes, placements: Placements) -> None:
-    """Experts of a list are held whole, by one rank each; the others hold nothing of their parameters."""
-    copies = (axes.width,) if axes.width.size > 1 else ()
+    """Experts of a list are held by one rank each, as whole as the passes before have left them; others hold nothing of them."""
     for number, expert in enumerate(experts.experts):
+        is_here = number in homes.held[axes.index]
         for module in expert.modules():
             for attribute, parameter in module._parameters.items():
-                if parameter is not None:
-                    layout = Layout.whole(parameter.shape) if number in homes.held[axes.index] else _nothing(parameter.shape)
-                    placements.declare(module, attribute, Placement(layout, axes.data, copies=copies))
+                if parameter is None:
+                    continue
+                cut = placements.declared(module, attribute)
+                layout = cut.layout if cut is not None else Layout.whole(parameter.shape)
+                placed = axes.place(layout if is_here else _nothing(parameter.shape))
+                placements.declare(module, attribute, placed if cut is None else replace(cut, layout=placed.layout, data=placed.data))
     replace_forward(experts.block, ListedForward(experts.block.forward, experts.attribute, homes, axes.hops, load))
 
 

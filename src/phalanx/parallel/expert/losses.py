@@ -24,11 +24,12 @@ class BalanceLoss:
     """The balance loss of `transformers`, E · sum over experts of (share of choices) · (mean probability), over all ranks of a pass.
 
     Both shares are quotients of sums over tokens: the sums are added up over the ranks, so every rank has the loss of the whole pass.
+    Ranks along `axis` each add their rows' part of it to the step; those along `sequence` have other tokens and compute the same loss.
     Source: Fedus et al. 2021 (Switch Transformers), equations 4 to 6. Cost: one all_reduce of 2 E + 1 numbers; Grad: the same.
     """
 
-    def __init__(self, axis: Axis | None, share: PassShare):
-        self.axis, self.share = axis, share
+    def __init__(self, axis: Axis | None, share: PassShare, sequence: Axis | None = None):
+        self.axis, self.share, self.sequence = axis, share, sequence
 
     def __call__(
         self, gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: torch.Tensor | None = None
@@ -36,7 +37,9 @@ class BalanceLoss:
         if gate_logits is None or not isinstance(gate_logits, tuple):
             return torch.zeros(())
         sums = torch.stack([_layer_sums(logits, top_k, attention_mask) for logits in gate_logits]).sum(0) * self.share.weight
-        if self.axis is not None and self.axis.size > 1:
+        if self.sequence is not None:
+            sums = comm.reduce_from(sums, self.sequence)
+        if self.axis is not None:
             sums = comm.copy_to(comm.reduce_from(sums, self.axis), self.axis)
         chosen, probability, rows = sums[:num_experts].detach(), sums[num_experts:-1], sums[-1].detach()
         rows = rows.clamp(min=1e-30)
@@ -89,13 +92,23 @@ class RouterLosses:
 
     z-loss: `z` · sum over tokens of (log sum exp of the logits)². Balance of a row of S tokens: `sequence` · S · sum over experts of
     (E/(K S) · choices of the expert) · (mean share of the expert in the scores). Like every other loss they are divided by the
-    count of the step. Rows that are cut over `context` are put together by sums over it.
+    count of the step. Rows that are cut over `contexts` are put together by sums over these; of ranks along `sequence` only one counts
+    what is printed.
     Sources: Zoph et al. 2022 (ST-MoE), equation 5; DeepSeek-AI 2024 (DeepSeek-V3), equations 17 to 20.
     """
 
-    def __init__(self, num_experts: int, z: float, sequence: float, scores: str, share: PassShare, context: Axis | None = None):
-        self.num_experts, self.z, self.sequence, self.scores, self.share = num_experts, z, sequence, scores, share
-        self.context = context if context is not None and context.size > 1 else None
+    def __init__(
+        self,
+        num_experts: int,
+        routing: Routing,
+        scores: str,
+        share: PassShare,
+        contexts: Sequence[Axis] = (),
+        sequence: Axis | None = None,
+    ):
+        self.num_experts, self.scores, self.share = num_experts, scores, share
+        self.z_weight, self.row_weight = routing.z, routing.sequence
+        self.contexts, self.sequence = [axis for axis in contexts if axis.size > 1], sequence
         self.num_rows = 0
 
     def watch(self, block: nn.Module, router: nn.Module) -> None:
@@ -105,7 +118,7 @@ class RouterLosses:
     @torch._dynamo.disable
     def _before_block(self, module: nn.Module, args: Any) -> None:
         hidden = next((value for value in args if isinstance(value, torch.Tensor)), None)
-        if hidden is None or (self.sequence and hidden.dim() != 3):
+        if hidden is None or (self.row_weight and hidden.dim() != 3):
             raise ConfigError(
                 f"{type(module).__name__} does not show which tokens belong to one row",
                 allowed="a balance loss by rows for blocks that take [rows, length, width]",
@@ -119,13 +132,22 @@ class RouterLosses:
             return output
         logits = output[0] if isinstance(output, tuple) else output
         # Through a leaf of its own: the loss's gradient reaches the logits once, whatever else uses them.
-        loss = self.z * (torch.logsumexp(logits.float(), -1) ** 2).sum() if self.z else logits.new_zeros(())
-        if self.sequence:
-            loss = loss + self.sequence * self._row_balance(logits.reshape(self.num_rows, -1, self.num_experts), output)
-        self.share.add(loss)
+        loss = self.z_weight * (torch.logsumexp(logits.float(), -1) ** 2).sum() if self.z_weight else logits.new_zeros(())
+        if self.row_weight:
+            loss = loss + self.row_weight * self._row_balance(logits.reshape(self.num_rows, -1, self.num_experts), output)
+        self._print(loss)
         if not isinstance(output, tuple):
             return _Differentiated.apply(output, loss, self.share)
         return type(output)((output[0], _Differentiated.apply(output[1], loss, self.share), *output[2:]))
+
+    def _print(self, loss: torch.Tensor) -> None:
+        """Adds the loss to what is printed. Cost: one all_reduce of a number where the sequence is split between layers."""
+        if self.share.is_repeat:
+            return
+        total = loss.detach().clone()
+        if self.sequence is not None:
+            comm.all_reduce(total, self.sequence)
+        self.share.add(total)
 
     def _row_balance(self, logits_BSE: torch.Tensor, output: Any) -> torch.Tensor:
         chosen = output[2].reshape(*logits_BSE.shape[:2], -1) if isinstance(output, tuple) else None
@@ -137,18 +159,10 @@ class RouterLosses:
             1, chosen.flatten(1), torch.ones_like(chosen.flatten(1), dtype=scores_BSE.dtype)
         )
         sums_BE, length = scores_BSE.sum(1), logits_BSE.new_tensor(float(logits_BSE.shape[1]), dtype=scores_BSE.dtype)
-        if self.context is not None:
-            return self._row_balance_over_ranks(counts_BE, sums_BE, length, chosen.shape[-1])
+        for axis in self.contexts:  # each rank adds its own tokens' part of the loss, with the choices of all tokens of a row
+            comm.all_reduce(counts_BE, axis)
+            comm.all_reduce(length, axis)
         return (counts_BE * sums_BE).sum() * self.num_experts / (chosen.shape[-1] * length)
-
-    def _row_balance_over_ranks(
-        self, counts_BE: torch.Tensor, sums_BE: torch.Tensor, length: torch.Tensor, num_choices: int
-    ) -> torch.Tensor:
-        """Each rank has a part of every row and adds its own tokens' part of the loss, with the choices of all of them."""
-        assert self.context is not None
-        comm.all_reduce(counts_BE, self.context)
-        comm.all_reduce(length, self.context)
-        return (counts_BE * sums_BE).sum() * self.num_experts / (num_choices * length)
 
 
 class _Differentiated(torch.autograd.Function):
@@ -165,10 +179,10 @@ class _Differentiated(torch.autograd.Function):
         return grad, torch.full((), ctx.share.slope, dtype=dtype, device=device), None
 
 
-def add_losses(layers: Sequence[ExpertLayer], routing: Routing, share: PassShare, context: Axis | None) -> None:
-    """Lets the routers of all layers train on the losses of `routing` as well. `context`: ranks that have parts of one row."""
+def add_losses(layers: Sequence[ExpertLayer], routing: Routing, share: PassShare, contexts: Sequence[Axis], sequence: Axis | None) -> None:
+    """Lets the routers of all layers train on the losses of `routing` as well. `contexts`: ranks that have parts of one row."""
     if not routing.z and not routing.sequence:
         return
     for layer in layers:
         scores = "sigmoid" if layer.correction_bias() is not None else "softmax"
-        RouterLosses(layer.num_experts, routing.z, routing.sequence, scores, share, context).watch(layer.block, layer.router())
+        RouterLosses(layer.num_experts, routing, scores, share, contexts, sequence).watch(layer.block, layer.router())

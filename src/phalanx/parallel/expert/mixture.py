@@ -17,11 +17,11 @@ from phalanx.parallel.expert.load import LayerLoad, Load, layer_load
 class Mixture:
     """The loads of all layers, and the correction biases of their routers where these follow the loads.
 
-    Ranks along `data` see different tokens.
+    Ranks along `tokens` see different tokens.
     """
 
     loads: list[Load]
-    data: Axis
+    tokens: Sequence[Axis]
     device: torch.device
     biases: Sequence[Bias] = ()
     bias_rate: float = 0.0
@@ -37,7 +37,7 @@ class Mixture:
         so_far = self._so_far()
         step = so_far.clone() if self.counted is None else so_far - self.counted
         self.counted = so_far
-        comm.all_reduce(step, self.data)
+        self._sum(step)
         for load, (module, name), counts in zip(self.loads, self.biases, self._by_layer(step), strict=True):
             chosen, bias = counts[: load.num_experts], module._buffers[name]
             assert bias is not None
@@ -48,11 +48,15 @@ class Mixture:
         if not self.loads:
             return []
         totals = self._so_far().clone()
-        comm.all_reduce(totals, self.data)
+        self._sum(totals)
         for load in self.loads:
             load.clear()
         self.counted = None
         return [layer_load(load.name, counts.tolist()) for load, counts in zip(self.loads, self._by_layer(totals.cpu()), strict=True)]
+
+    def _sum(self, counts: torch.Tensor) -> None:
+        for axis in self.tokens:
+            comm.all_reduce(counts, axis)
 
     def _so_far(self) -> torch.Tensor:
         return torch.cat([load.so_far(self.device) for load in self.loads])
