@@ -18,6 +18,7 @@ from phalanx.booster.optimizer import BoostedOptimizer, BoostedScheduler
 from phalanx.booster.passes import PASSES, Context
 from phalanx.booster.result import Result
 from phalanx.booster.sequences import SplitSequences, num_key_heads
+from phalanx.booster.stages import Stages
 from phalanx.booster.start import StartState
 from phalanx.booster.training import Training, to_device
 from phalanx.cluster import device, launch
@@ -30,6 +31,7 @@ from phalanx.memory.axes import StateAxes
 from phalanx.optim.scale import LossScale
 from phalanx.parallel.expert.load import LayerLoad
 from phalanx.parallel.expert.routing import Routing
+from phalanx.parallel.pipeline.sample import watchable_forward
 from phalanx.parallel.sequence import Grid
 from phalanx.plan import Plan
 from phalanx.precision import Precision
@@ -92,15 +94,20 @@ class Booster:
         if model in _BOOSTED:
             raise ConfigError("this model was boosted already", allowed="each model once", remedy="what the first booster.boost returned")
         context = Context.of(self.plan, self.mesh, self.precision, self.streams, uses_own_loss=criterion is None, routing=self.routing)
-        is_cut = self.plan.acc * self.mesh.axis("dp", "cp").size * context.roles.rows.size > 1
+        is_cut = self.plan.acc * self.plan.num_micro * self.mesh.axis("dp", "cp").size * context.roles.rows.size > 1
         objective = Objective(model, criterion, self.forward, self.count, is_cut=is_cut, share=context.share)
         start = StartState(model, self.mesh.world, self.world.device)
+        if self.plan.pp > 1:
+            watchable = watchable_forward(model, dataloader, lambda batch: objective(model, batch))
+            context.stages = Stages(model, self.plan, self.mesh, self.world.device, context.share, watchable)
         for run in PASSES:
             model = run(model, context)
+        engine = self._make_engine(model, context, start)
         training = Training(
             model,
-            self._make_engine(model, context, start),
+            engine,
             objective,
+            runner=context.stages.runner(objective, engine) if context.stages is not None else None,
             world=self.mesh.world,
             counts_loss=context.counts_loss,
             cut=context.roles.rows,
@@ -109,6 +116,7 @@ class Booster:
             norm_type=self.norm_type,
             scale=self._make_scale(),
             split=self.split,
+            names=start.names,
             share=context.share,
             mixture=context.mixture,
             sequences=self._split_sequences(model, objective),
@@ -142,16 +150,17 @@ class Booster:
         return SplitSequences(model, Grid(ring, ulysses), objective.own, place, uses_own_loss=objective.criterion is None)
 
     def _make_engine(self, model: nn.Module, context: Context, start: StartState) -> Any:
+        blocks = context.stages.blocks if context.stages is not None else layer_stacks(model)
         data, stage, group = context.roles.data, self.plan.zero, self.plan.zero_group
         if self.plan.fsdp and data.size > 1:  # one rank has nothing to shard, whoever does it
             from phalanx.memory.fsdp import FsdpEngine
 
-            return FsdpEngine(model, layer_stacks(model), precision=self.precision, axis=data, device=self.world.device)
+            return FsdpEngine(model, blocks, precision=self.precision, axis=data, device=self.world.device)
         if group == 1:  # shards in groups of one are whole: plain replicas
             stage, group = 0, None
         return StateEngine(
             model,
-            layer_stacks(model),
+            blocks,
             stage=stage,
             precision=self.precision,
             axes_of=lambda axis: StateAxes.cut(self.mesh, axis or data, group),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -127,10 +127,11 @@ def step_scaled(optimizer: Optimizer, factor: float) -> None:
     optimizer.step()
 
 
-def move_to_shards(optimizer: Optimizer, engine: StateEngine) -> list[list[str]]:
+def move_to_shards(optimizer: Optimizer, engine: StateEngine, names_of: Mapping[int, str]) -> list[list[str]]:
     """Replaces every parameter in the optimizer's groups by what this rank updates of it; returns the names in each group.
 
-    State that the optimizer already has goes along.
+    `names_of` are the names of all parameters of the person's model by identity, also of those that other ranks hold. State that
+    the optimizer already has goes along.
     Raises: ConfigError for a parameter that the model does not have.
     """
     home = {slot.identity: (chunk, slot) for chunk, slot in engine.slots}
@@ -139,15 +140,17 @@ def move_to_shards(optimizer: Optimizer, engine: StateEngine) -> list[list[str]]
         names.append([])
         shards = []
         for parameter in group["params"]:
-            if id(parameter) not in home:
+            if id(parameter) not in names_of:
                 raise ConfigError(
                     f"group {number} of the optimizer holds a parameter of shape {tuple(parameter.shape)} that the model does not have",
                     allowed="parameters of the boosted model",
                     remedy="build the optimizer from model.parameters() of this very model",
                 )
-            chunk, slot = home[id(parameter)]
-            names[-1].append(slot.name)
+            names[-1].append(names_of[id(parameter)])
             state = optimizer.state.pop(parameter, None)
+            if id(parameter) not in home:
+                continue
+            chunk, slot = home[id(parameter)]
             if slot.shard is None:
                 continue
             shards.append(slot.shard)

@@ -14,6 +14,7 @@ from torch import nn
 from phalanx.anatomy import is_batch_dependent, layer_stacks, replace_causal_loss
 from phalanx.booster.mixtures import place_experts, sum_balance_losses
 from phalanx.booster.roles import AxisRoles
+from phalanx.booster.stages import Stages
 from phalanx.cluster.mesh import Axis, Mesh
 from phalanx.cluster.placement import Placements
 from phalanx.cluster.random import Streams
@@ -46,6 +47,7 @@ class Context:
     routing: Routing = field(default_factory=Routing)
     share: PassShare = field(default_factory=PassShare)
     mixture: Mixture | None = None
+    stages: Stages | None = None
 
     @classmethod
     def of(
@@ -57,6 +59,12 @@ class Context:
         return cls(plan, mesh, roles, precision, streams, uses_own_loss, placements, (roles.copies,), routing or Routing())
 
     @property
+    def stream(self) -> tuple[str, ...]:
+        """The random stream of a training forward: that of the data index, and of the stage where there are several."""
+        stage = () if self.stages is None or self.stages.current == 0 else (f"stage {self.stages.current}",)
+        return (str(self.mesh.axis("dp", "cp").index), *stage)
+
+    @property
     def counts_loss(self) -> bool:
         """Whether this rank's loss and count enter the sums over all ranks."""
         return all(axis.index == 0 for axis in self.loss_copies)
@@ -65,7 +73,7 @@ class Context:
 def refuse_batch_dependence(model: nn.Module, context: Context) -> nn.Module:
     """Models whose numbers depend on how the batch is cut cannot be exact where it is cut."""
     names = is_batch_dependent(model)
-    pieces = context.mesh.axis("dp", "cp").size * context.roles.rows.size * context.plan.acc
+    pieces = context.mesh.axis("dp", "cp").size * context.roles.rows.size * context.plan.acc * context.plan.num_micro
     if names and pieces > 1:
         raise PlanError(
             f"{names[0]}, and the plan cuts the batch into {pieces} pieces",
@@ -96,7 +104,7 @@ def enter_streams(model: nn.Module, context: Context) -> nn.Module:
     def enter(module: nn.Module, args: Any) -> None:
         scope = ExitStack()
         if module.training and not stack:
-            scope.enter_context(context.streams.fork("model", context.mesh.axis("dp", "cp").index))
+            scope.enter_context(context.streams.fork("model", *context.stream))
         stack.append(scope)
 
     @torch._dynamo.disable
@@ -139,6 +147,11 @@ def train_without_cache(model: nn.Module, context: Context) -> nn.Module:
     return model
 
 
+def cut_into_stages(model: nn.Module, context: Context) -> nn.Module:
+    """Leaves on this rank what its stages of the pipeline hold."""
+    return model if context.stages is None else context.stages.apply(context.placements)
+
+
 PASSES: tuple[Callable[[nn.Module, Context], nn.Module], ...] = (
     refuse_batch_dependence,
     plug_loss,
@@ -148,4 +161,5 @@ PASSES: tuple[Callable[[nn.Module, Context], nn.Module], ...] = (
     enter_streams,
     train_without_cache,
     cast_inputs,
+    cut_into_stages,
 )

@@ -145,9 +145,9 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def full_state_dict(training: Training) -> dict[str, torch.Tensor]:
     """Full weights in master dtype and buffers, under every name the model has for them."""
     full = {name: value.detach().clone() for name, value in training.engine.full_masters()}
-    names = {id(slot.parameter): slot.name for _, slot in training.engine.slots}
-    for name, parameter in training.model.named_parameters(remove_duplicate=False):
-        full.setdefault(clean_name(name), full[names[id(parameter)]])
+    for alias, name in training.model_names.aliases.items():
+        if name in full:
+            full.setdefault(alias, full[name])
     full.update((name, buffer.detach().clone()) for name, buffer in _buffers(training.model))
     return full
 
@@ -174,7 +174,7 @@ def save_model(training: Training, path: Path, format: str, axis: Axis) -> None:
 
 
 def _export_weights(training: Training) -> Iterator[tuple[str, torch.Tensor]]:
-    dtypes = {slot.name: slot.dtype for _, slot in training.engine.slots}
+    dtypes = training.model_names.dtypes
     for name, value in training.engine.full_masters():
         yield name, value.detach().to("cpu", dtypes[name], copy=True)
     yield from _buffers(training.model)
@@ -202,11 +202,10 @@ def load_model(training: Training, path: Path, axis: Axis) -> None:
     """
     require_all_ranks(axis, "booster.load_model")
     pieces = [Piece(piece.name.split("/", 1)[1], piece.tensor, piece.layout) for piece in weight_pieces(training, "")]
-    aliases = {clean_name(name) for name, _ in training.model.named_parameters(remove_duplicate=False)}
     with read_safetensors(path) as weights:
-        left_over = sorted(set(weights) - {piece.name for piece in pieces} - aliases)
-        known = {slot.name for _, slot in training.engine.slots}
-        missing = sorted(name for name in known if name not in weights)
+        buffers = {name for name, _ in _buffers(training.model)}
+        left_over = sorted(set(weights) - set(training.names) - buffers - set(training.model_names.aliases))
+        missing = sorted(name for name in training.names if name not in weights)
         if left_over or missing:
             found = f"missing {missing[0]}" if missing else f"the model has no {left_over[0]}"
             raise CheckpointError(f"{path} does not fit the model: {found}", allowed="exactly the model's names")

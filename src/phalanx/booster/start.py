@@ -13,7 +13,21 @@ from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
 from phalanx.errors import ConfigError
 from phalanx.memory.engine import broadcast_from_first
-from phalanx.memory.partition import clean_name
+from phalanx.memory.partition import clean_name, find_slots
+
+
+class Names:
+    """What the parameters of a person's model are called and made of, also of those that only other ranks hold.
+
+    `of` gives names by identity, `aliases` the name of the parameter behind every name, `dtypes` its dtype by name.
+    """
+
+    def __init__(self, model: nn.Module):
+        slots = find_slots(model)
+        self.of = {slot.identity: slot.name for slot in slots}
+        self.dtypes = {slot.name: slot.dtype for slot in slots}
+        named = model.named_parameters(remove_duplicate=False)
+        self.aliases = {clean_name(name): self.of[id(parameter)] for name, parameter in named}
 
 
 class StartState:
@@ -28,6 +42,7 @@ class StartState:
         self.is_lazy = materialize.is_lazy(model)
         self.parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._require_same_model()
+        self.names = Names(model)
         if not self.is_lazy:
             self._require_values()
             self._share_parameters()

@@ -18,6 +18,7 @@ from phalanx.booster.result import Result
 from phalanx.booster.rhythm import Rhythm
 from phalanx.booster.sequence_proof import prove
 from phalanx.booster.sequences import SplitSequences
+from phalanx.booster.start import Names
 from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
 from phalanx.data import num_rows, spare_row, take_rows
@@ -30,6 +31,7 @@ from phalanx.optim.norm import clip_factor, local_power, norm_from_power
 from phalanx.optim.scale import LossScale
 from phalanx.parallel.expert.mixture import Mixture
 from phalanx.parallel.expert.share import PassShare
+from phalanx.parallel.pipeline.run import MicroBatch, Runner
 
 
 @dataclass
@@ -54,6 +56,7 @@ class Training:
         engine: StateEngine,
         objective: Objective,
         *,
+        runner: Runner | None = None,
         world: Axis,
         counts_loss: bool = True,
         cut: Axis | None = None,
@@ -62,14 +65,16 @@ class Training:
         norm_type: float,
         scale: LossScale,
         split: Any = None,
+        names: Names,
         share: PassShare | None = None,
         mixture: Mixture | None = None,
         sequences: SplitSequences | None = None,
     ):
-        self.model, self.engine, self.objective = model, engine, objective
+        self.model, self.engine, self.objective, self.runner = model, engine, objective, runner
         self.world, self.counts_loss, self.num_passes, self.split = world, counts_loss, num_passes, split
         self.cut = cut
         self.clip_norm, self.norm_type, self.scale = clip_norm, norm_type, scale
+        self.model_names = names
         self.share, self.mixture, self.sequences = share or PassShare(), mixture, sequences
         self.optimizer: BoostedOptimizer | None = None
         self.scheduler: BoostedScheduler | None = None
@@ -90,7 +95,7 @@ class Training:
         refuse_closure(optimizer)
         if self.engine.policy.optimizer:
             require_elementwise(optimizer)
-        self.group_names = move_to_shards(optimizer, self.engine)
+        self.group_names = move_to_shards(optimizer, self.engine, self.model_names.of)
         use_fused_kernels(optimizer)
         self.optimizer = BoostedOptimizer(optimizer, lambda: self.step(advance=False), self.clear)
 
@@ -105,6 +110,9 @@ class Training:
 
     def forward_backward(self, batch: Any) -> None:
         """All passes of one global batch's local rows; their gradients add up until the optimizer's step."""
+        if self.runner is not None:
+            self._through_stages(batch, self.runner)
+            return
         for number, (rows, weight) in enumerate(self._passes(batch, self.num_passes)):
             self.share.weight = weight
             last = number == self.num_passes - 1
@@ -114,14 +122,39 @@ class Training:
                 self.backward(loss_sum * weight, count * weight, synchronise=last and self.synchronise)
         self.share.weight = 1.0
 
-    def backward(self, loss_sum: torch.Tensor, count: torch.Tensor, synchronise: bool) -> None:
-        """Differentiates a sum of losses and adds it and its count to the step's."""
+    def _through_stages(self, batch: Any, runner: Runner) -> None:
+        """All passes through a pipeline: each is cut into micro-batches, which all its ranks see."""
+        self._require_open()
+        self.rhythm.visit("a pipeline")
+        micro_batches = self._micro_batches(batch, self.num_passes)
+        if not self.scale_is_fitted:
+            counts = [runner.evaluate(micro_batches[start : start + runner.num_micro])[1] for start in self._starts(runner)]
+            self._fit_scale(torch.stack(counts).sum())
+        for start in self._starts(runner):
+            loss_sum, count = runner.step(micro_batches[start : start + runner.num_micro], self.scale.value)
+            self.loss_sum += loss_sum
+            self.count += count
+            self.num_backwards += 1
+
+    def _starts(self, runner: Runner) -> range:
+        return range(0, self.num_passes * runner.num_micro, runner.num_micro)
+
+    def _micro_batches(self, batch: Any, num_passes: int) -> list[MicroBatch]:
+        assert self.runner is not None
+        passes = self._passes(batch, num_passes * self.runner.num_micro)
+        return [MicroBatch(to_device(rows, self.engine.device), weight) for rows, weight in passes]
+
+    def _require_open(self) -> None:
         if self.agreed is not None:
             raise ConfigError(
                 "a backward came after this step's gradients were read",
                 allowed="optimizer.step() or optimizer.zero_grad() after booster.gradients()",
                 remedy="call booster.gradients() after the last backward",
             )
+
+    def backward(self, loss_sum: torch.Tensor, count: torch.Tensor, synchronise: bool) -> None:
+        """Differentiates a sum of losses and adds it and its count to the step's."""
+        self._require_open()
         if synchronise or self.engine.policy.gradient:
             self.rhythm.visit("a backward")
         if not self.scale_is_fitted:
@@ -203,11 +236,14 @@ class Training:
         self.model.eval()
         try:
             totals = torch.zeros(2, dtype=torch.float64, device=self.engine.device)
-            for rows, weight in self._passes(batch, 1):
-                self.share.weight = weight
-                with self._placed(rows) as part:
-                    loss_sum, count = self.objective(self.model, part)
-                totals += torch.stack([loss_sum.double(), count]) * weight
+            if self.runner is not None:
+                totals += torch.stack(self.runner.evaluate(self._micro_batches(batch, 1)))
+            else:
+                for rows, weight in self._passes(batch, 1):
+                    self.share.weight = weight
+                    with self._placed(rows) as part:
+                        loss_sum, count = self.objective(self.model, part)
+                    totals += torch.stack([loss_sum.double(), count]) * weight
         finally:
             self.share.weight = 1.0
             self.model.train(was_training)

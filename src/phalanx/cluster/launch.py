@@ -11,13 +11,14 @@ import signal
 import sys
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from phalanx.cluster import deadlock, failure
 from phalanx.cluster import device as devices
@@ -151,12 +152,27 @@ def group_of(ranks: tuple[int, ...], channel: str = "") -> tuple[dist.ProcessGro
             group = dist.group.WORLD
         else:
             timeout = timedelta(seconds=current.timeout_s)
-            group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=not current.is_fake)
+            with _named_alike(channel):
+                group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=not current.is_fake)
         if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
             raise CommError(f"no group over ranks {ranks}")
         backend = "fake" if current.is_fake else "gloo" if "gloo" in current.backend else current.backend
         _groups[ranks, channel] = (group, backend)
     return _groups[ranks, channel]
+
+
+@contextlib.contextmanager
+def _named_alike(channel: str) -> Iterator[None]:
+    """Names a group after its ranks and channel alone.
+
+    PyTorch adds the number of groups that a rank has made so far, and ranks with other numbers would wait for each other for ever.
+    """
+    before = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: f"{'_'.join(map(str, ranks))} {channel}"
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = before
 
 
 def group_made(ranks: tuple[int, ...], channel: str = "") -> dist.ProcessGroup | None:

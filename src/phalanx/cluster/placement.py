@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -55,6 +55,12 @@ class Placements:
     def declared(self, module: nn.Module, attribute: str) -> Placement | None:
         """What a pass has said of `module.attribute` so far."""
         return self._declared.get((module, attribute))
+
+    def add_sums(self, owners: Sequence[tuple[nn.Module, str]], shape: Sequence[int], axis: Axis) -> None:
+        """Says that the ranks of `axis` hold the same box of one parameter, whatever box that is, and do different work with it."""
+        placement = self.of(owners, shape)
+        for module, attribute in owners:
+            self.declare(module, attribute, replace(placement, sums=(*placement.sums, axis)))
 
     def of(self, owners: Iterable[tuple[nn.Module, str]], shape: Sequence[int]) -> Placement:
         """The placement of a parameter of a logical shape, under all (module, attribute) pairs that share it.

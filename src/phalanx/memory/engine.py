@@ -115,20 +115,27 @@ class StateEngine:
     # -- one pass ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def backward(self, synchronise: bool = True) -> Iterator[None]:
-        """Runs a backward inside: collects its gradients and reduces them where the policy or `synchronise` asks for it."""
+    def backward(
+        self, synchronise: bool = True, *, keeps_all: bool = False, within: Container[str] | None = None, reads: bool = True
+    ) -> Iterator[None]:
+        """Runs a backward inside: collects its gradients and reduces them where the policy or `synchronise` asks for it.
+
+        `keeps_all` leaves all of them local; `within` names the chunks that it may reach; `reads` False says that it needs no values
+        of parameters.
+        """
         self._require_own_memory()
         self._require_let_go()
-        self.reducer.begin(synchronise)
-        if self.stream is not None:
-            self.stream.begin_backward()
+        self.reducer.begin(synchronise, keeps_all=keeps_all, within=within)
+        stream = self.stream if reads else None
+        if stream is not None:
+            stream.begin_backward()
         try:
             yield
         except BaseException:
             self.reducer.abandon()
             raise
-        if self.stream is not None:
-            self.stream.end_backward()
+        if stream is not None:
+            stream.end_backward()
         self.reducer.end()
 
     def _require_own_memory(self) -> None:

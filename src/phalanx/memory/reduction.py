@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 
@@ -51,16 +51,19 @@ class GradientReducer:
             slot.parameter.requires_grad_(False)
         return handle
 
-    def begin(self, synchronise: bool) -> None:
-        """Before a backward. `synchronise` False leaves unsharded gradients local until a later backward or `finish`."""
+    def begin(self, synchronise: bool, *, keeps_all: bool = False, within: Container[str] | None = None) -> None:
+        """Before a backward. `synchronise` False leaves unsharded gradients local until a later backward or `finish`.
+
+        `keeps_all` leaves sharded ones local too. `within` names the chunks that this backward may reach, all if None.
+        """
         self._reset()
         self.in_backward, self.synchronise = True, synchronise
         for chunk in self.chunks:
-            if chunk.is_trainable and not chunk.is_natural:
+            if chunk.is_trainable and not chunk.is_natural and (within is None or chunk.name in within):
                 if chunk.is_reduced:
                     chunk.reopen_gradient()
                 self.missing[id(chunk)] = sum(slot.parameter.requires_grad for slot in chunk.slots)
-                if synchronise or chunk.policy.gradient:
+                if (synchronise or chunk.policy.gradient) and not keeps_all:
                     self.queue.append(chunk)
 
     def _arrived(self, chunk: Chunk, slot: Slot, gradient: torch.Tensor) -> None:

@@ -74,8 +74,9 @@ class ParameterStream:
         self.depth = 0
         self.held = 0
         number = next(_numbers)  # ranks boost models in the same order, so they agree about each model's number
-        self.forward = {grad: Trace(f"model {number} {'forward' if grad else 'evaluation'}", axis, self.units) for grad in (True, False)}
-        self.backward = Trace(f"model {number} backward", axis, self.units)
+        self.name = f"model {number}"
+        self.part = ""  # which part of the model runs; each has an order of its own
+        self.traces: dict[str, Trace] = {}
         self.in_backward = False
         self.pinned: list[Chunk] = []
         self.watch: ForeignReads | None = None
@@ -88,6 +89,20 @@ class ParameterStream:
                 self.handles.append(module.register_forward_pre_hook(self._before(index), prepend=True, with_kwargs=True))
                 self.handles.append(module.register_forward_hook(self._after(index), with_kwargs=True))
 
+    def _trace(self, direction: str) -> Trace:
+        name = f"{self.name} {direction}{self.part}"
+        if name not in self.traces:
+            self.traces[name] = Trace(name, self.axis, self.units)
+        return self.traces[name]
+
+    @property
+    def forward(self) -> Trace:
+        return self._trace("forward" if torch.is_grad_enabled() else "evaluation")
+
+    @property
+    def backward(self) -> Trace:
+        return self._trace("backward")
+
     # -- forward -------------------------------------------------------------------------------------------------------
 
     @torch._dynamo.disable
@@ -95,7 +110,7 @@ class ParameterStream:
         self.depth += 1
         if self.depth > 1 or self.held:
             return
-        trace = self.forward[torch.is_grad_enabled()]
+        trace = self.forward
         trace.begin()
         if not self.in_backward:  # another model's loss may go through this one, and then nobody announces its backward
             self.backward.begin()
@@ -113,7 +128,7 @@ class ParameterStream:
             self.watch.__exit__(None, None, None)
             self.watch = None
         if self.depth == 0 and output is not None and not self.held:
-            self.forward[torch.is_grad_enabled()].end()
+            self.forward.end()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -135,7 +150,7 @@ class ParameterStream:
 
     def _pin(self, chunk: Chunk, slot: Slot) -> None:
         """A parameter is read outside of its module: its chunk is gathered now, and before every pass from now on."""
-        trace = self.forward[torch.is_grad_enabled()]
+        trace = self.forward
         comm.agree(f"{trace.name} pass {trace.number}, read {len(self.pinned)} outside of a module", f"parameter '{slot.name}'", self.axis)
         chunk.gather()
         self.pinned.append(chunk)
@@ -144,7 +159,7 @@ class ParameterStream:
         @torch._dynamo.disable
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self.held:
-                self._fetch(index, self.forward[torch.is_grad_enabled()].visit(index))
+                self._fetch(index, self.forward.visit(index))
 
         return before
 
@@ -153,7 +168,7 @@ class ParameterStream:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if self.held:
                 return
-            trace, unit = self.forward[torch.is_grad_enabled()], self.units[index]
+            trace, unit = self.forward, self.units[index]
             found = list(tensors_in(output))
             if not found and output is not None:
                 raise _no_tensors(unit, output)

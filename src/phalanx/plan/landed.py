@@ -22,6 +22,14 @@ LANDED = frozenset(
         "bf16",
         "fp16",
         "recompute",
+        "pp",
+        "micro",
+        "gpipe",
+        "zb-h1",
+        "zbv",
+        "dualpipev",
+        "auto-schedule",
+        "interleaved",
     }
 )
 

@@ -1,0 +1,131 @@
+"""A model in the stages of a pipeline: how it is cut for a plan, what this rank keeps, and what runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from phalanx.anatomy import layer_stacks
+from phalanx.cluster.mesh import Axis, Mesh, make_axis
+from phalanx.cluster.placement import Placements
+from phalanx.errors import PlanError
+from phalanx.memory import StateEngine
+from phalanx.parallel.expert.share import PassShare
+from phalanx.parallel.pipeline.balance import LayerCosts
+from phalanx.parallel.pipeline.cut import Cut, Poison, cost_of, costs_of_ends, owners, take_out
+from phalanx.parallel.pipeline.gates import Gates
+from phalanx.parallel.pipeline.reads import Places, places_by_registration, places_by_running
+from phalanx.parallel.pipeline.run import CHANNELS, Hooks, Objective, Runner
+from phalanx.parallel.pipeline.schedules import make_table
+from phalanx.parallel.pipeline.search import auto_schedule
+from phalanx.parallel.pipeline.table import Kind, Table
+
+if TYPE_CHECKING:
+    from phalanx.plan import Plan
+
+
+class Stages:
+    """One model's cut for one plan; made before any pass changes the model, applied after all others have."""
+
+    def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, device: torch.device, share: PassShare, run: Callable[[], Any] | None):
+        self.model, self.plan, self.mesh, self.device, self.share = model, plan, mesh, device, share
+        if plan.cp > 1:
+            found = f"cp{plan.cp} with pp{plan.pp}: what the ranks of a sequence are told on a first batch has not been taught to stages"
+            raise PlanError(found, allowed="one of them", remedy=f"pp{plan.pp} with recompute")
+        self.axis = mesh.axis("pp")
+        self.blocks = tuple(layer_stacks(model))
+        self.places = _places(model, self.blocks, run)
+        self.table = _table(plan, model, self.blocks, self.places)
+        self.cut = Cut.balanced(model, self.blocks, self.places, self.table.num_stages)
+        self.mine = [self.table.stage(self.axis.index, chunk) for chunk in range(self.table.num_chunks)]
+        self.current = self.mine[0]
+
+    def apply(self, placements: Placements) -> nn.Module:
+        """Takes out what this rank's stages do not read, and puts gates on the layers."""
+        for axis, pairs, shape in self._shared():
+            placements.add_sums(pairs, shape, axis)
+        poison = Poison(self.device)
+        take_out(self.model, self.cut, self.mine, poison)
+        self.gates = Gates(self.blocks, poison)
+        return self.model
+
+    def _shared(self) -> Iterator[tuple[Axis, list[tuple[nn.Module, str]], torch.Size]]:
+        """The parameters that several ranks of the pipeline read, with those ranks."""
+        of: dict[int, list[tuple[nn.Module, str]]] = {}
+        shapes: dict[int, torch.Size] = {}
+        for module, name, parameter in owners(self.model):
+            of.setdefault(id(parameter), []).append((module, name))
+            shapes[id(parameter)] = parameter.shape
+        for key, pairs in of.items():
+            ranks = sorted({self.table.home(stage)[0] for stage in self.cut.homes[key]})
+            if len(ranks) > 1 and self.axis.index in ranks:
+                yield make_axis("pp", [self.axis.ranks[rank] for rank in ranks], self.mesh.rank), pairs, shapes[key]
+
+    def runner(self, objective: Objective, engine: StateEngine) -> Runner:
+        """What executes the table. Halved backwards run whole where activations are recomputed, or parameters come and go."""
+        self.engine = engine
+        self.within = {
+            stage: {chunk.name for chunk in engine.chunks if any(stage in self.cut.homes[slot.identity] for slot in chunk.slots)}
+            for stage in self.mine
+        }
+        return Runner(
+            self.table,
+            self.model,
+            self.cut,
+            self.gates,
+            objective,
+            axis=self.axis,
+            channels={name: self.mesh.channel(self.axis, name) for name in CHANNELS},
+            device=self.device,
+            splits=self.plan.recompute is None and not engine.policy.parameter,
+            hooks=Hooks(forward=self._forward, backward=self._backward, added=self._added),
+        )
+
+    @contextmanager
+    def _forward(self, stage: int, weight: float) -> Iterator[None]:
+        self._enter(stage)
+        self.share.weight = weight
+        try:
+            with self.engine.watched():
+                yield
+        finally:
+            self.share.weight = 1.0
+
+    @contextmanager
+    def _backward(self, stage: int, kind: Kind, slope: float) -> Iterator[None]:
+        self._enter(stage)
+        self.share.slope = slope
+        keeps_all, reads = kind is Kind.INPUT, kind is not Kind.WEIGHT
+        with self.engine.backward(False, keeps_all=keeps_all, within=self.within[stage], reads=reads), self.share.repeating():
+            yield
+
+    def _added(self, weight: float) -> torch.Tensor | float:
+        """What the layers of a stage have added to the loss of a forward by themselves."""
+        self.share.weight = weight
+        return self.share.take_added()
+
+    def _enter(self, stage: int) -> None:
+        """Random numbers and the order of execution are a stage's own."""
+        self.current = stage
+        if self.engine.stream is not None:
+            self.engine.stream.part = f" of stage {stage}"
+
+
+def _places(model: nn.Module, blocks: tuple, run: Callable[[], Any] | None) -> Places:
+    return places_by_registration(model, blocks) if run is None else places_by_running(model, blocks, run)
+
+
+def _table(plan: Plan, model: nn.Module, blocks: tuple, places: Places) -> Table:
+    if plan.schedule == "auto-schedule":
+        costs = tuple(cost_of(block) for _, block in blocks)
+        ends = costs_of_ends(model, blocks, places)
+        layers = LayerCosts(
+            forward=costs, input=costs, weight=costs, activation_bytes=(1.0,) * len(blocks), ends=tuple(3 * end for end in ends)
+        )
+        return auto_schedule(layers.cut, plan.pp, plan.num_micro, [1.0 * (len(blocks) + plan.pp)] * plan.pp)
+    name = "interleaved" if plan.interleaved > 1 else plan.schedule
+    return make_table(name, plan.pp, plan.num_micro, plan.num_chunks)

@@ -1,0 +1,127 @@
+"""What one stage hands to the next: the tensors with which the next block would have been called, and how to put them there."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A tensor by its shape alone."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor that is handed on: at which places of the flattened arguments it stands, and whether a gradient comes back."""
+
+    places: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    learns: bool
+
+
+@dataclass(frozen=True)
+class Header:
+    """All that the next stage must know before the tensors come; `outputs` are what blocks of each stack return, by shape."""
+
+    entries: tuple[Entry, ...]
+    outputs: dict[str, Any] = field(default_factory=dict)
+
+    def dumps(self) -> bytes:
+        return pickle.dumps(self)
+
+    @classmethod
+    def loads(cls, data: bytes) -> Header:
+        return pickle.loads(data)
+
+    @property
+    def learning(self) -> tuple[Entry, ...]:
+        return tuple(entry for entry in self.entries if entry.learns)
+
+    @property
+    def places(self) -> frozenset[int]:
+        return frozenset(place for entry in self.entries for place in entry.places)
+
+
+@dataclass
+class Handed:
+    """A header with its tensors, in the order of its entries."""
+
+    header: Header
+    tensors: list[torch.Tensor]
+
+    @property
+    def learning(self) -> list[torch.Tensor]:
+        return [tensor for entry, tensor in zip(self.header.entries, self.tensors) if entry.learns]
+
+
+def hand_over(args: tuple, kwargs: Mapping[str, Any], outputs: dict[str, Any], is_chosen: Callable[[int, torch.Tensor], bool]) -> Handed:
+    """Collects those tensors among a block's arguments that `is_chosen(place, tensor)`; the others every stage makes itself."""
+    leaves, _ = tree_flatten((args, dict(kwargs)))
+    places: dict[int, list[int]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and is_chosen(place, leaf):
+            places.setdefault(id(leaf), []).append(place)
+            tensors[id(leaf)] = leaf
+    entries = tuple(Entry(tuple(places[key]), tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for key, tensor in tensors.items())
+    return Handed(Header(entries, outputs), list(tensors.values()))
+
+
+class Substitution:
+    """Puts received tensors in the place of the poison that the forward has computed where they belong."""
+
+    def __init__(self, handed: Handed):
+        self.handed = handed
+        self._by_place = {place: tensor for entry, tensor in zip(handed.header.entries, handed.tensors) for place in entry.places}
+        self._replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the poison is kept, so that its id stays its own
+
+    def at_entry(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """The arguments of the first block of the stage, by their places."""
+        leaves, structure = tree_flatten((args, kwargs))
+        for place, tensor in self._by_place.items():
+            if isinstance(leaves[place], torch.Tensor):
+                self._replaced[id(leaves[place])] = (leaves[place], tensor)
+            leaves[place] = tensor
+        return tree_unflatten(leaves, structure)
+
+    def after(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """The arguments of a later block: what was replaced before is replaced again."""
+        if not self._replaced:
+            return args, kwargs
+        leaves, structure = tree_flatten((args, kwargs))
+        if not any(id(leaf) in self._replaced for leaf in leaves):
+            return args, kwargs
+        return tree_unflatten([self._replaced.get(id(leaf), (None, leaf))[1] for leaf in leaves], structure)
+
+
+def by_shape(output: Any) -> Any:
+    """An output with its tensors replaced by their shapes, small enough to be sent."""
+    return tree_map(_leaf_by_shape, output)
+
+
+def _leaf_by_shape(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return Absent(tuple(leaf.shape), leaf.dtype)
+    return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else None
+
+
+def with_tensors(output: Any, make: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]) -> Any:
+    """The inverse of `by_shape`, with tensors from `make`."""
+    return tree_map(lambda leaf: make(leaf.shape, leaf.dtype) if isinstance(leaf, Absent) else leaf, output)
+
+
+def signature(batch: Any) -> tuple:
+    """What the shapes in a forward depend on: the shapes and dtypes of all tensors of a batch."""
+    leaves, structure = tree_flatten(batch)
+    shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)[:80] for leaf in leaves)
+    return (str(structure), *shapes)

@@ -1,0 +1,131 @@
+"""Between which blocks of a model each parameter is read: what the stage of a parameter follows from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from phalanx.errors import PlanError
+
+Blocks = Sequence[tuple[str, nn.Module]]
+BEFORE_ALL = -1
+
+# Parameters by identity -> the numbers of the blocks in which or after which they are read; BEFORE_ALL before the first.
+Places = dict[int, set[int]]
+
+
+def places_by_registration(model: nn.Module, blocks: Blocks) -> Places:
+    """Takes every module to run where it is registered: after the block that is registered before it."""
+    number = {id(block): index for index, (_, block) in enumerate(blocks)}
+    places: Places = {}
+    here = BEFORE_ALL
+
+    def visit(module: nn.Module) -> None:
+        nonlocal here
+        here = number.get(id(module), here)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                places.setdefault(id(parameter), set()).add(here)
+        for child in module.children():
+            visit(child)
+
+    visit(model)
+    return places
+
+
+def places_by_running(model: nn.Module, blocks: Blocks, run: Callable[[], Any]) -> Places:
+    """Watches one forward; parameters that it does not read stand where they are registered.
+
+    It runs without numbers where it can; a forward that asks for numbers runs with them, and leaves buffers as they were.
+    Raises: PlanError where the blocks do not run once each, in their order.
+    """
+    try:
+        watch = _watched(model, blocks, run, FakeTensorMode(allow_non_fake_inputs=True))
+    except (RuntimeError, NotImplementedError):
+        before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        with torch.random.fork_rng():
+            watch = _watched(model, blocks, run, nullcontext())
+        for buffer, value in before:
+            buffer.copy_(value)
+    if watch.order != list(range(len(blocks))):
+        names = ", ".join(blocks[index][0] for index in watch.order[:8])
+        raise PlanError(
+            f"the layers do not run once each in the order in which the model lists them, but {names} ...",
+            allowed="a pipeline over layers that run one after another",
+            remedy="zero3 in place of the pipeline",
+        )
+    for key, registered in places_by_registration(model, blocks).items():
+        watch.places.setdefault(key, registered)
+    return watch.places
+
+
+def _watched(model: nn.Module, blocks: Blocks, run: Callable[[], Any], mode: AbstractContextManager) -> _Watch:
+    watch = _Watch(model, blocks)
+    try:
+        with torch.no_grad(), mode, watch:
+            run()
+    finally:
+        watch.remove()
+    return watch
+
+
+class _Watch(TorchFunctionMode):
+    """Notes the block that runs, or ran last, whenever an operation or a module without children reads a parameter."""
+
+    def __init__(self, model: nn.Module, blocks: Blocks):
+        super().__init__()
+        self.known = {id(parameter) for parameter in model.parameters()}
+        self.places: Places = {}
+        self.order: list[int] = []
+        self.here = BEFORE_ALL
+        self.handles = [block.register_forward_pre_hook(self._enter(index), prepend=True) for index, (_, block) in enumerate(blocks)]
+        leaves = [module for module in model.modules() if module._parameters and next(module.children(), None) is None]
+        self.handles += [module.register_forward_pre_hook(self._called) for module in leaves]
+
+    def _enter(self, index: int) -> Callable[..., None]:
+        def enter(module: nn.Module, args: Any) -> None:
+            self.here = index
+            self.order.append(index)
+
+        return enter
+
+    def _called(self, module: nn.Module, args: Any) -> None:
+        for parameter in module._parameters.values():
+            self._note(parameter)
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(function, "__name__", "") not in QUESTIONS:
+            for value in (*args, *kwargs.values()):
+                self._look_at(value)
+        return function(*args, **kwargs)
+
+    def _look_at(self, value: Any) -> None:
+        if isinstance(value, nn.Parameter):
+            self._note(value)
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                self._look_at(item)
+        elif isinstance(value, Mapping):
+            for item in value.values():
+                self._look_at(item)
+
+    def _note(self, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and id(parameter) in self.known:
+            self.places.setdefault(id(parameter), set()).add(self.here)
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+# Asking these of a parameter reads no value of it.
+QUESTIONS = frozenset(
+    {"__get__", "__set__", "size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "requires_grad_", "__hash__"}
+)
