@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
+import time
 
 import pytest
 
@@ -95,12 +97,28 @@ def test_a_taken_port_is_named():
             launch.open_store("127.0.0.1", port, serves=True)
 
 
-def test_nobody_at_the_address_is_named():
+@pytest.mark.parametrize(("host", "why"), [("127.0.0.1", "Connection refused"), ("no.such.host", "")])
+def test_nobody_at_the_address_is_named_in_one_line(host, why, capfd):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"nobody answers at 127.0.0.1:{port}"):
-            launch.open_store("127.0.0.1", port, serves=False, join_s=1)
+        begun = time.monotonic()
+        with pytest.raises(ConfigError, match=f"nobody answers at {host}:{port} after 1 s: {why}"):
+            launch.open_store(host, port, serves=False, join_s=1)
+    assert time.monotonic() - begun < 10
+    assert capfd.readouterr() == ("", "")  # no stack of the store's own
+
+
+def test_the_store_is_found_where_it_is_served_only_later():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    served = []
+    later = threading.Timer(0.5, lambda: served.append(launch.open_store("127.0.0.1", port, serves=True)))
+    later.start()
+    launch.open_store("127.0.0.1", port, serves=False, join_s=20).set("key", "value")
+    later.join()
+    assert served[0].get("key") == b"value"
 
 
 @pytest.mark.parametrize(

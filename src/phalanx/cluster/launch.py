@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import signal
+import socket
 import sys
 import time
 import zlib
@@ -390,6 +391,8 @@ def _meet(place: Place, backend: str, timeout_s: float) -> dist.Store:
 
 def open_store(host: str, port: int, *, serves: bool, join_s: float = JOIN_S) -> dist.TCPStore:
     """The store at host:port, served by this process or another. Raises: ConfigError where the port is taken or nobody answers."""
+    if not serves:
+        _await_answer(host, port, join_s)
     try:
         return dist.TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=join_s))
     except (RuntimeError, ValueError) as error:
@@ -401,6 +404,25 @@ def open_store(host: str, port: int, *, serves: bool, join_s: float = JOIN_S) ->
         raise ConfigError(
             f"nobody answers at {host}:{port} after {join_s:.0f} s: {text}", remedy="check the address and that node 0 runs"
         ) from None
+
+
+def _await_answer(host: str, port: int, join_s: float) -> None:
+    """Returns when somebody listens at host:port. The store itself would wait as well, and print its stack where nobody comes.
+
+    Raises: ConfigError with the last reason.
+    """
+    deadline = time.monotonic() + join_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(1.0, deadline - time.monotonic())).close()
+            return
+        except OSError as error:  # also a name that is not known (yet)
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"nobody answers at {host}:{port} after {join_s:g} s: {error.strerror or error}",
+                    remedy="check the address and that node 0 runs",
+                ) from None
+        time.sleep(0.1)
 
 
 def _say_goodbye(current: World) -> None:
