@@ -24,7 +24,7 @@ from phalanx.booster.training import Training, to_device
 from phalanx.cluster import device, launch
 from phalanx.cluster.mesh import Mesh
 from phalanx.cluster.random import Streams
-from phalanx.data import boost_loader
+from phalanx.data import boost_loader, first_batch
 from phalanx.errors import ConfigError
 from phalanx.memory import StateEngine
 from phalanx.memory.axes import StateAxes
@@ -94,6 +94,7 @@ class Booster:
         if model in _BOOSTED:
             raise ConfigError("this model was boosted already", allowed="each model once", remedy="what the first booster.boost returned")
         context = Context.of(self.plan, self.mesh, self.precision, self.streams, uses_own_loss=criterion is None, routing=self.routing)
+        context.example, context.forward = first_batch(dataloader), self.forward
         is_cut = self.plan.acc * self.plan.num_micro * self.mesh.axis("dp", "cp").size * context.roles.rows.size > 1
         objective = Objective(model, criterion, self.forward, self.count, is_cut=is_cut, share=context.share)
         start = StartState(model, self.mesh.world, self.world.device)
@@ -102,6 +103,7 @@ class Booster:
             context.stages = Stages(model, self.plan, self.mesh, self.world.device, context.share, watchable)
         for run in PASSES:
             model = run(model, context)
+        objective.loss_alone = context.loss_alone
         engine = self._make_engine(model, context, start)
         training = Training(
             model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ class Objective:
     """Computes (sum of losses, count) of some rows, so that sums over any cut of a batch give the same quotient.
 
     With a criterion: it is called with the model's output and the batch, and returns (loss_sum, count), or a mean whose count is
-    `count(batch)`. Without: the model's own `.loss` is used. `count` overrules what a mean is taken to be over.
+    `count(batch)`. Without: the model's own `.loss` is used, inside of `loss_alone()`, where nothing else of its output is read.
+    `count` overrules what a mean is taken to be over.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Objective:
         self.own, self.is_cut = own_loss(model), is_cut
         if criterion is not None and is_cut and count is None:
             self.own = count_rule(criterion, self.own)
+        self.loss_alone: Callable[[], AbstractContextManager[None]] = nullcontext
         self.proof = AdditivityProof(getattr(criterion, "__name__", type(criterion).__name__)) if is_cut and criterion is not None else None
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,7 +95,8 @@ class Objective:
             return _sum_of_mean(_loss_of(self.forward(model, batch)), count), count
         keywords = self.own.kwargs(batch) if isinstance(batch, Mapping) else {}
         self.share.count = count if keywords else 1.0
-        output = _call(model, {**batch, **keywords}, withhold_labels=False) if keywords else _call(model, batch, withhold_labels=False)
+        with self.loss_alone():
+            output = _call(model, {**batch, **keywords} if keywords else batch, withhold_labels=False)
         loss = _loss_of(output)
         if keywords:
             return loss, count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from phalanx.anatomy import is_batch_dependent, layer_stacks, replace_causal_loss
+from phalanx.booster import tensor_parallel
 from phalanx.booster.mixtures import place_experts, sum_balance_losses
 from phalanx.booster.roles import AxisRoles
 from phalanx.booster.stages import Stages
@@ -34,6 +35,8 @@ class Context:
 
     `placements` takes the boxes of the parameters that a pass cuts; `loss_copies` are the axes whose ranks compute the same loss.
     `share` is what the running pass counts for, `mixture` the experts of the model, if it has any.
+    `example` is a batch and `forward` what is called with it, where a person gave them. `causal_loss` is the next-token loss that the
+    model gets in place of its own; inside `loss_alone()` nothing but the loss of a model's output is read.
     """
 
     plan: Plan
@@ -48,6 +51,10 @@ class Context:
     share: PassShare = field(default_factory=PassShare)
     mixture: Mixture | None = None
     stages: Stages | None = None
+    example: Any = None
+    forward: Callable[[nn.Module, Any], Any] | None = None
+    causal_loss: Callable[..., torch.Tensor] = causal_loss
+    loss_alone: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @classmethod
     def of(
@@ -83,6 +90,13 @@ def refuse_batch_dependence(model: nn.Module, context: Context) -> nn.Module:
     return model
 
 
+def split_tensors(model: nn.Module, context: Context) -> nn.Module:
+    """Splits the layers over the tensor axis."""
+    if context.plan.tp > 1 and context.plan.tp_kind == "1d":
+        tensor_parallel.split(model, context)
+    return model
+
+
 def recompute_blocks(model: nn.Module, context: Context) -> nn.Module:
     if context.plan.recompute is not None:
         recompute.apply([block for _, block in layer_stacks(model)], context.plan.recompute)
@@ -91,8 +105,8 @@ def recompute_blocks(model: nn.Module, context: Context) -> nn.Module:
 
 def plug_loss(model: nn.Module, context: Context) -> nn.Module:
     """The model's own next-token loss without its float32 copy of the logits."""
-    if context.uses_own_loss:
-        replace_causal_loss(model, causal_loss)
+    if not context.uses_own_loss or replace_causal_loss(model, context.causal_loss) is None:
+        context.loss_alone = nullcontext
     return model
 
 
@@ -154,6 +168,7 @@ def cut_into_stages(model: nn.Module, context: Context) -> nn.Module:
 
 PASSES: tuple[Callable[[nn.Module, Context], nn.Module], ...] = (
     refuse_batch_dependence,
+    split_tensors,
     plug_loss,
     sum_balance_losses,
     place_experts,

@@ -30,6 +30,8 @@ LANDED = frozenset(
         "dualpipev",
         "auto-schedule",
         "interleaved",
+        "tp",
+        "sp",
     }
 )
 

@@ -1,0 +1,104 @@
+"""Wires tensor parallelism: reads the model once for all ranks, and lets a kind of it take the modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from phalanx.anatomy import Anatomy, Unrunnable, call_with, read_anatomy
+from phalanx.cluster import comm
+from phalanx.cluster.placement import Placement
+from phalanx.errors import PlanError
+from phalanx.parallel.tensor import OneDimensional, VocabularyLoss, split_model
+
+if TYPE_CHECKING:
+    from phalanx.booster.passes import Context
+
+
+def split(model: nn.Module, context: Context) -> None:
+    """Splits the model's layers over the tensor axis.
+
+    Raises: PlanError where the model cannot be read, or nothing of it can be split.
+    """
+    axis = context.mesh.axis("tp")
+    anatomy = read(model, context)
+    _require_split(anatomy, context)
+    owners = _owners(model)
+
+    def place(module: nn.Module, attribute: str, placement: Placement) -> None:
+        for owner, name in owners[id(module._parameters[attribute])]:
+            context.placements.declare(owner, name, placement)
+
+    kind = OneDimensional(axis, place, by_sequence=context.plan.sp)
+    split_model(model, anatomy, kind, axis.size, axis.index)
+    context.causal_loss = VocabularyLoss(axis)
+
+    @contextmanager
+    def loss_alone() -> Iterator[None]:
+        before, kind.logits_are_split = kind.logits_are_split, True
+        try:
+            yield
+        finally:
+            kind.logits_are_split = before
+
+    if anatomy.logits_are_plain:
+        context.loss_alone = loss_alone
+
+
+def read(model: nn.Module, context: Context) -> Anatomy:
+    """The reading of the model for this plan: made by the first rank, and the same on all. Collective."""
+    world, tp = context.mesh.world, context.mesh.size("tp")
+    outcome: Anatomy | PlanError | None = None
+    if world.index == 0 or world.backend == "fake":
+        outcome = _read_or_refuse(model, context, tp)
+    outcome = comm.broadcast_object(outcome, world)
+    if isinstance(outcome, PlanError):
+        raise outcome
+    assert outcome is not None
+    return outcome
+
+
+def _read_or_refuse(model: nn.Module, context: Context, tp: int) -> Anatomy | PlanError:
+    call = call_with(context.example, context.forward) if context.example is not None else None
+    try:
+        return read_anatomy(model, tp, call)
+    except Unrunnable as error:
+        return PlanError(
+            f"tp{tp} needs a trial run of {type(model).__name__}, which failed: {error}",
+            allowed="models that run on a made-up or a given batch",
+            remedy="boost(..., dataloader=loader), so that a batch is at hand",
+        )
+
+
+def _require_split(anatomy: Anatomy, context: Context) -> None:
+    tp = context.mesh.size("tp")
+    if not anatomy.seams:
+        name, reason = next(iter(anatomy.whole.items()), ("the model", "it has no projections"))
+        raise PlanError(
+            f"tp{tp} finds nothing to split: {name}: {reason}", allowed="layers with heads or an MLP", remedy="zero3 in place of tp"
+        )
+    if context.plan.sp and context.plan.pp > 1:
+        raise PlanError(
+            f"sp with pp{context.plan.pp}: stages hand each other whole sequences", allowed="either of them", remedy=f"tp{tp} without sp"
+        )
+    if context.plan.sp and not anatomy.layers:
+        raise PlanError("sp cuts the stream between layers, and the model has no stack of layers", remedy=f"tp{tp} without sp")
+    if context.plan.sp and anatomy.mixing:
+        name, source = next(iter(anatomy.mixing.items()))
+        raise PlanError(
+            f"sp cuts the sequence, and {name} takes in other tokens of {source}",
+            allowed="sp where every attention is split by heads",
+            remedy=f"tp{tp} without sp",
+        )
+
+
+def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((module, attribute))
+    return owners

@@ -1,0 +1,248 @@
+"""1D tensor parallelism: columns, then rows, with one sum (or with `sp` one gather and one scattered sum) for each pair.
+
+Cost: in elements per rank of a group of t, for a layer with two pairs and activations x: 8(t-1)/t x forward and backward, with and
+without `sp`; 1/t of the pairs' parameters and, with `sp`, 1/t of the activations between them.
+Source: Shoeybi et al. 2019 (Megatron-LM); Korthikanti et al. 2022 (sequence parallelism).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from phalanx.anatomy import Entry, Group, Proved, Split, is_transposed, num_features
+from phalanx.cluster import comm
+from phalanx.cluster.mesh import Axis, make_axis
+from phalanx.cluster.placement import Placement
+from phalanx.errors import PlanError
+from phalanx.layout import Layout, split_range, split_sizes
+from phalanx.parallel.tensor.kind import Place
+from phalanx.parallel.tensor.stream import Stream
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+class OneDimensional:
+    """Splits over `axis`; with `by_sequence` the stream between groups is split as well. `place` declares a parameter's placement."""
+
+    def __init__(self, axis: Axis, place: Place, *, by_sequence: bool = False):
+        self.axis, self.place, self.by_sequence = axis, place, by_sequence
+        self.streams: dict[str, Stream] = {}
+        self.logits_are_split = False
+
+    # -- stacks --------------------------------------------------------------------------------------------------------
+
+    def enter(self, stack: str, blocks: list[nn.Module]) -> None:
+        if self.by_sequence:
+            self.streams[stack] = Stream(self.axis, blocks)
+
+    def leave(self, stack: str, blocks: list[nn.Module]) -> None:
+        pass
+
+    def norm(self, module: nn.Module) -> None:
+        """Parameters that meet a part of the sequence on each rank have a part of their gradient there."""
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None and self.by_sequence:
+                self._whole(module, attribute)
+
+    # -- groups --------------------------------------------------------------------------------------------------------
+
+    def linear(self, item: Proved, model: nn.Module) -> None:
+        group, stream = item.group, self._stream_of(item.group.rows[0])
+        if stream is None:
+            entrance = Entrance(lambda x: comm.copy_to(x, self.axis))
+        elif group.kind == "heads":
+            self._enter_attention(item, model, stream)
+            entrance = Entrance(lambda x: x)
+        else:
+            entrance = Entrance(stream.gather)
+        for name in group.columns:
+            self._column(model.get_submodule(name), group, name, entrance)
+        for name in group.rows:
+            self._row(model.get_submodule(name), group, entrance, stream)
+        for name, part in group.parameters.items():
+            owner, _, attribute = name.rpartition(".")
+            module = model.get_submodule(owner)
+            if part is None:
+                self._whole(module, attribute)
+            else:
+                self._cut(module, attribute, part[0], part[1], group)
+
+    def _stream_of(self, name: str) -> Stream | None:
+        return next((stream for stack, stream in self.streams.items() if not stack or name.startswith(f"{stack}.")), None)
+
+    def _enter_attention(self, item: Proved, model: nn.Module, stream: Stream) -> None:
+        """With the stream cut by sequence, an attention's module itself must see whole sequences: its code asks how long they are."""
+        entry = item.entry
+        if entry is None or entry.stream is None or _is_block(entry.module, self.streams):
+            raise PlanError(
+                f"sp cuts the sequence, and {item.group.rows[0]} belongs to an attention that is computed in the block's own forward",
+                allowed="sp where each attention is a module of its own that takes in the stream",
+                remedy="leave sp out",
+            )
+        model.get_submodule(entry.module).register_forward_pre_hook(
+            AttentionEntry(entry, stream, self.axis), with_kwargs=True, prepend=True
+        )
+
+    def _column(self, module: nn.Module, group: Group, name: str, entrance: Entrance) -> None:
+        split = group.columns[name]
+        dim = 1 if isinstance(module, nn.Embedding) or is_transposed(module) else 0
+        held_whole = not self._cut(module, "weight", dim, split, group)
+        if isinstance(module, nn.Embedding):
+            return
+        if module.bias is not None:
+            self._cut(module, "bias", 0, split, group)
+        ranges = split.ranges(*self._atoms(group)) or ((0, 0),)
+        if is_transposed(module):
+            module.nf = num_features(ranges)  # type: ignore[assignment]
+        module.forward = Column(module, entrance, ranges if held_whole else None)  # type: ignore[method-assign]
+
+    def _row(self, module: nn.Module, group: Group, entrance: Entrance, stream: Stream | None) -> None:
+        ranges = Split.even(group.atoms, group.width).ranges(*self._atoms(group)) or ((0, 0),)
+        self.place(module, "weight", Placement(Layout.cut(module.weight.shape, 0 if is_transposed(module) else 1, *ranges)))
+        if module.bias is not None and stream is not None:
+            self._whole(module, "bias")
+        leave = stream.scatter_sums if stream is not None else lambda x: comm.reduce_from(x, self.axis)
+        module.forward = Row(module, leave, entrance)  # type: ignore[method-assign]
+
+    def _whole(self, module: nn.Module, attribute: str) -> None:
+        """Every rank has all of a parameter and does a part of the work with it."""
+        self.place(module, attribute, Placement(Layout.whole(getattr(module, attribute).shape), sums=(self.axis,)))
+
+    def _atoms(self, group: Group, index: int | None = None) -> tuple[int, int]:
+        return group.allotted(self.axis.size, self.axis.index if index is None else index)
+
+    def _cut(self, module: nn.Module, attribute: str, dim: int, split: Split, group: Group) -> bool:
+        """Declares a parameter cut as its group's atoms are; returns False where it has to be held whole.
+
+        Where a rank shares a part of what it needs with others and another part not, no box says so: every rank then holds all of
+        it and uses its part.
+        """
+        parts = [split.ranges(*self._atoms(group, index)) for index in range(self.axis.size)]
+        if any(split.is_shared(*self._atoms(group, index)) is None for index in range(self.axis.size)):
+            self._whole(module, attribute)
+            return False
+        mine = parts[self.axis.index]
+        sharing = [rank for rank, ranges in zip(self.axis.ranks, parts) if ranges == mine and mine]
+        sums: tuple[Axis, ...] = ()
+        if len(sharing) == self.axis.size:
+            sums = (self.axis,)
+        elif len(sharing) > 1:
+            sums = (make_axis(f"{self.axis.name}:shared", sharing, self.axis.ranks[self.axis.index]),)
+        layout = Layout.cut(getattr(module, attribute).shape, dim, *(mine or ((0, 0),)))
+        self.place(module, attribute, Placement(layout, sums=sums))
+        return True
+
+    # -- vocabulary ----------------------------------------------------------------------------------------------------
+
+    def embedding(self, module: nn.Embedding) -> None:
+        low, high = split_range(module.weight.shape[0], self.axis.size, self.axis.index)
+        self.place(module, "weight", Placement(Layout.cut(module.weight.shape, 0, (low, high))))
+        padding = module.padding_idx
+        module.padding_idx = padding - low if padding is not None and low <= padding < high else None  # type: ignore[assignment]
+        module.forward = TokenEmbedding(module, self.axis, low, high)  # type: ignore[method-assign]
+
+    def head(self, module: nn.Module) -> None:
+        size = module.weight.shape[1 if is_transposed(module) else 0]
+        low, high = split_range(size, self.axis.size, self.axis.index)
+        self.place(module, "weight", Placement(Layout.cut(module.weight.shape, 1 if is_transposed(module) else 0, (low, high))))
+        if module.bias is not None:
+            self.place(module, "bias", Placement(Layout.cut(module.bias.shape, 0, (low, high))))
+        if is_transposed(module):
+            module.nf = high - low  # type: ignore[assignment]
+        module.forward = Head(module, self, split_sizes(size, self.axis.size))  # type: ignore[method-assign]
+
+
+def _is_block(name: str, stacks: Iterable[str]) -> bool:
+    return any(name.rpartition(".")[0] == stack for stack in stacks)
+
+
+class Entrance:
+    """The way into a group: what several columns take in enters once, so that its gradients are summed once."""
+
+    def __init__(self, enter: Callable[[torch.Tensor], torch.Tensor]):
+        self._enter = enter
+        self._entered: list[tuple[weakref.ref, torch.Tensor]] = []
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        for source, entered in self._entered:
+            if source() is x:
+                return entered
+        entered = self._enter(x)
+        self._entered.append((weakref.ref(x), entered))
+        return entered
+
+    def close(self) -> None:
+        """Forgets what has entered: the group's rows have run."""
+        self._entered.clear()
+
+
+class AttentionEntry:
+    """Gathers the sequence before an attention's module runs; what comes from another stack is whole already."""
+
+    def __init__(self, entry: Entry, stream: Stream, axis: Axis):
+        self.entry, self.stream, self.axis = entry, stream, axis
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        arguments[self.entry.stream] = self.stream.gather(arguments[self.entry.stream])
+        if self.entry.beside is not None:
+            arguments[self.entry.beside] = comm.copy_to(arguments[self.entry.beside], self.axis)
+        return tuple(arguments[place] for place in range(len(args))), {key: arguments[key] for key in kwargs}
+
+
+class Column:
+    """A projection whose outputs are split; `used` are the output features to compute where its parameters are held whole."""
+
+    def __init__(self, module: nn.Module, enter: Callable[[torch.Tensor], torch.Tensor], used: Ranges | None):
+        self.module, self.enter, self.used = module, enter, used
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        module = self.module
+        if self.used is None:
+            return type(module).forward(module, x)
+        weight = module.weight.T if is_transposed(module) else module.weight
+        parts = lambda tensor: torch.cat([tensor[start:stop] for start, stop in self.used or ()])  # noqa: E731
+        return F.linear(x, parts(weight), None if module.bias is None else parts(module.bias))
+
+
+class Row:
+    """A projection whose inputs are split: its product is a part of a sum, and the bias is added to the whole."""
+
+    def __init__(self, module: nn.Module, leave: Callable[[torch.Tensor], torch.Tensor], entrance: Entrance):
+        self.module, self.leave, self.entrance = module, leave, entrance
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        module = self.module
+        self.entrance.close()
+        total = self.leave(F.linear(x, module.weight.T if is_transposed(module) else module.weight))
+        return total if module.bias is None else total + module.bias
+
+
+class TokenEmbedding:
+    """Looks up the tokens of this rank's part of the vocabulary, and sums over the ranks."""
+
+    def __init__(self, module: nn.Embedding, axis: Axis, low: int, high: int):
+        self.module, self.axis, self.low, self.high = module, axis, low, high
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        is_elsewhere = (tokens < self.low) | (tokens >= self.high)
+        found = type(self.module).forward(self.module, (tokens - self.low).masked_fill(is_elsewhere, 0))
+        return comm.reduce_from(found.masked_fill(is_elsewhere[..., None], 0), self.axis)
+
+
+class Head:
+    """The logits of this rank's part of the vocabulary, gathered unless the loss takes them split."""
+
+    def __init__(self, module: nn.Module, kind: OneDimensional, sizes: list[int]):
+        self.module, self.kind, self.sizes = module, kind, sizes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        logits = type(self.module).forward(self.module, comm.copy_to(x, self.kind.axis))
+        return logits if self.kind.logits_are_split else comm.gather_from(logits, self.kind.axis, -1, self.sizes)

@@ -1,0 +1,65 @@
+"""1D tensor parallelism gives the numbers of one process: loss, every gradient, norm, weights after three steps, in float64."""
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.verify import verify_named
+
+USER_FILE = Path(__file__).with_name("tensor_programs.py")
+USER_MODELS = ("fused", "counted", "relative", "heads_6_2", "heads_6_3", "heads_12_3", "heads_4_1", "fused_4_1")
+FAMILIES = tuple(
+    f"tiny-{name}"
+    for name in (
+        *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3-text", "phi3", "gpt2", "opt", "bloom", "falcon", "gpt-neox"),
+        *("bert", "vit", "t5", "whisper", "mixtral"),
+    )
+)
+
+
+def check(model, plan, world):
+    name = f"{USER_FILE}:{model}" if model in USER_MODELS else model
+    report = verify_named(name, plan, world)
+    assert report.ok, str(report)
+    assert report.worst_relative_error < 1e-9
+
+
+# Every kind of plan, the fewest and the most ranks, and what is hard to read or to share out.
+COVER = [
+    ("tiny-llama", "tp2", 2),
+    ("tiny-llama", "zero3+tp2+sp", 4),
+    ("tiny-gpt2", "tp3", 3),
+    ("tiny-gpt2", "zero1+tp2+sp+acc2", 4),
+    ("tiny-t5", "tp2+sp", 2),
+    ("tiny-bloom", "tp2", 2),
+    ("tiny-bert", "tp3+sp", 3),
+    ("tiny-qwen3", "tp4", 4),
+    ("fused", "tp3+sp", 3),
+    ("counted", "tp4", 4),
+    ("relative", "tp2", 2),
+    ("heads_6_2", "tp4", 4),
+    ("heads_6_3", "tp2+sp", 2),
+    ("fused_4_1", "tp2", 2),
+]
+
+
+@pytest.mark.parametrize(("model", "plan", "world"), COVER)
+def test_a_fixed_cover(model, plan, world):
+    check(model, plan, world)
+
+
+PLANS = [("tp2", 2), ("tp3", 3), ("tp4", 4), ("tp2+sp", 2), ("zero1+tp2", 4), ("zero3+tp2", 4), ("zero3+tp2+sp", 4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "world"), PLANS)
+@pytest.mark.parametrize("model", FAMILIES + USER_MODELS)
+def test_every_cell(model, plan, world):
+    check(model, plan, world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["tp2+recompute", "tp2+sp+recompute", "tp2+bf16", "zero2+tp2+sp+acc3"])
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-gpt2", "tiny-t5"])
+def test_beside_other_terms(model, plan):
+    check(model, plan, 4 if "zero" in plan else 2)
