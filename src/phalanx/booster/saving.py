@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from phalanx.anatomy.file_names import FileNames, Source
 from phalanx.booster.optimizer import BoostedOptimizer
 from phalanx.booster.training import Training
 from phalanx.checkpoint import load, require_all_ranks, save
-from phalanx.checkpoint.export import read_safetensors, write_safetensors
+from phalanx.checkpoint.export import Weights, read_safetensors, write_safetensors
 from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
 from phalanx.errors import CheckpointError, ConfigError
@@ -174,10 +175,11 @@ def save_model(training: Training, path: Path, format: str, axis: Axis) -> None:
 
 
 def _export_weights(training: Training) -> Iterator[tuple[str, torch.Tensor]]:
-    dtypes = training.model_names.dtypes
+    dtypes, names = training.model_names.dtypes, FileNames(training.model)
     for name, value in training.engine.full_masters():
-        yield name, value.detach().to("cpu", dtypes[name], copy=True)
-    yield from _buffers(training.model)
+        yield from names.to_files(name, value.detach().to("cpu", dtypes[name], copy=True)).items()
+    for name, value in _buffers(training.model):
+        yield from names.to_files(name, value).items()
 
 
 def _save_configuration(model: nn.Module, path: Path) -> None:
@@ -202,17 +204,29 @@ def load_model(training: Training, path: Path, axis: Axis) -> None:
     """
     require_all_ranks(axis, "booster.load_model")
     pieces = [Piece(piece.name.split("/", 1)[1], piece.tensor, piece.layout) for piece in weight_pieces(training, "")]
+    names = FileNames(training.model)
     with read_safetensors(path) as weights:
-        buffers = {name for name, _ in _buffers(training.model)}
-        left_over = sorted(set(weights) - set(training.names) - buffers - set(training.model_names.aliases))
-        missing = sorted(name for name in training.names if name not in weights)
+        sources, buffers = names.sources(weights), {name for name, _ in _buffers(training.model)}
+        left_over = sorted(set(sources) - set(training.names) - buffers - set(training.model_names.aliases))
+        missing = sorted(name for name in training.names if name not in sources)
         if left_over or missing:
             found = f"missing {missing[0]}" if missing else f"the model has no {left_over[0]}"
             raise CheckpointError(f"{path} does not fit the model: {found}", allowed="exactly the model's names")
         with torch.no_grad():
             for piece in pieces:
-                weights.fill(piece, cast=True)
+                _fill(piece, sources[piece.name], names, weights)
     training.engine.publish_all()
+
+
+def _fill(piece: Piece, sources: list[Source], names: FileNames, weights: Weights) -> None:
+    """This rank's part of a weight from its file, or of what several tensors of the files make up."""
+    if [source.file_name for source in sources] == [piece.name]:
+        weights.fill(piece, cast=True)
+        return
+    full = names.join(piece.name, sources, [weights.read(source.file_name) for source in sources])
+    if tuple(full.shape) != piece.layout.shape:
+        raise CheckpointError(f"{piece.name} is {tuple(full.shape)} in the files and {piece.layout.shape} in the model")
+    piece.tensor.copy_(piece.layout.take(full).reshape(-1)[slice(*piece.layout.run)].view(piece.tensor.shape))
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
