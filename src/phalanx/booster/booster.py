@@ -110,6 +110,7 @@ class Booster:
             engine,
             objective,
             runner=context.stages.runner(objective, engine) if context.stages is not None else None,
+            runs=context.stages.runs if context.stages is not None else lambda module: True,
             world=self.mesh.world,
             counts_loss=context.counts_loss,
             cut=context.roles.rows,

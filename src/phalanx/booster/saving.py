@@ -25,6 +25,7 @@ from phalanx.cluster.mesh import Axis
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.layout import Layout, Piece
 from phalanx.log import get_logger
+from phalanx.memory.assemble import assemble
 from phalanx.memory.partition import clean_name
 
 if TYPE_CHECKING:
@@ -125,22 +126,34 @@ def _restore_training(training: Training, saved: dict[str, Any]) -> None:
 
 
 def weight_pieces(training: Training, prefix: str) -> Iterator[Piece]:
-    """This rank's part of every parameter, and every buffer."""
-    engine = training.engine
-    yield from engine.pieces(f"{prefix}model/")
-    for name, buffer in _buffers(training.model):
-        # A view of the buffer itself, so that loading fills it; scalars become one element.
-        yield Piece(f"{prefix}buffer/{name}", buffer.reshape(-1), Layout.whole(buffer.shape), owned=engine.is_first)
+    """This rank's part of every parameter, and every buffer that its part of the model has."""
+    yield from training.engine.pieces(f"{prefix}model/")
+    yield from _buffer_pieces(training, f"{prefix}buffer/")
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _buffer_pieces(training: Training, prefix: str) -> Iterator[Piece]:
+    """The buffers of the modules that run here: under a pipeline only their stage knows what became of them."""
+    for module, name, buffer in _buffers(training.model):
+        if training.runs(module):
+            # The buffer itself or a view of it, so that loading fills it; scalars become one element.
+            tensor = buffer.view(-1) if buffer.is_contiguous() else buffer
+            yield Piece(f"{prefix}{name}", tensor, Layout.whole(buffer.shape), owned=training.engine.is_first)
+
+
+def _full_buffers(training: Training) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, buffer) of the whole model; what runs here is shown as it is here. Collective."""
+    return assemble(_buffer_pieces(training, ""), training.world, training.engine.device)
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """The persistent buffers, with the module that has them."""
     persistent = {
         (id(module), name) for module in model.modules() for name in module._buffers if name not in module._non_persistent_buffers_set
     }
     for module_name, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and (id(module), name) in persistent:
-                yield clean_name(f"{module_name}.{name}" if module_name else name), buffer
+                yield module, clean_name(f"{module_name}.{name}" if module_name else name), buffer
 
 
 def full_state_dict(training: Training) -> dict[str, torch.Tensor]:
@@ -149,7 +162,7 @@ def full_state_dict(training: Training) -> dict[str, torch.Tensor]:
     for alias, name in training.model_names.aliases.items():
         if name in full:
             full.setdefault(alias, full[name])
-    full.update((name, buffer.detach().clone()) for name, buffer in _buffers(training.model))
+    full.update(_full_buffers(training))
     return full
 
 
@@ -178,8 +191,8 @@ def _export_weights(training: Training) -> Iterator[tuple[str, torch.Tensor]]:
     dtypes, names = training.model_names.dtypes, FileNames(training.model)
     for name, value in training.engine.full_masters():
         yield from names.to_files(name, value.detach().to("cpu", dtypes[name], copy=True)).items()
-    for name, value in _buffers(training.model):
-        yield from names.to_files(name, value).items()
+    for name, buffer in _full_buffers(training):
+        yield from names.to_files(name, buffer.to("cpu")).items()
 
 
 def _save_configuration(model: nn.Module, path: Path) -> None:
@@ -206,7 +219,7 @@ def load_model(training: Training, path: Path, axis: Axis) -> None:
     pieces = [Piece(piece.name.split("/", 1)[1], piece.tensor, piece.layout) for piece in weight_pieces(training, "")]
     names = FileNames(training.model)
     with read_safetensors(path) as weights:
-        sources, buffers = names.sources(weights), {name for name, _ in _buffers(training.model)}
+        sources, buffers = names.sources(weights), {name for _, name, _ in _buffers(training.model)}
         left_over = sorted(set(sources) - set(training.names) - buffers - set(training.model_names.aliases))
         missing = sorted(name for name in training.names if name not in sources)
         if left_over or missing:

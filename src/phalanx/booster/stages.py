@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ class Stages:
         self.places = _places(model, self.blocks, run)
         self.table = _table(plan, model, self.blocks, self.places)
         self.cut = Cut.balanced(model, self.blocks, self.places, self.table.num_stages)
+        self.stage_of = dict(stages_by_registration(model, self.cut))
         self.mine = [self.table.stage(self.axis.index, chunk) for chunk in range(self.table.num_chunks)]
         self.current = self.mine[0]
 
@@ -64,6 +66,10 @@ class Stages:
             ranks = sorted({self.table.home(stage)[0] for stage in self.cut.homes[key]})
             if len(ranks) > 1 and self.axis.index in ranks:
                 yield make_axis("pp", [self.axis.ranks[rank] for rank in ranks], self.mesh.rank), pairs, shapes[key]
+
+    def runs(self, module: nn.Module) -> bool:
+        """Whether this rank has the stage of a module, and so knows what became of its buffers."""
+        return self.stage_of.get(module, 0) in self.mine
 
     def runner(self, objective: Objective, engine: StateEngine) -> Runner:
         """What executes the table. Halved backwards run whole where activations are recomputed, or parameters come and go."""
@@ -113,6 +119,15 @@ class Stages:
         self.current = stage
         if self.engine.stream is not None:
             self.engine.stream.part = f" of stage {stage}"
+
+
+def stages_by_registration(model: nn.Module, cut: Cut) -> Iterator[tuple[nn.Module, int]]:
+    """Every module with its stage: that of the block it is in, or of the one that is registered before it."""
+    number = {block: index for index, (_, block) in enumerate(cut.blocks)}
+    here = 0
+    for module in model.modules():
+        here = number.get(module, here)
+        yield module, bisect_right(cut.starts, here) - 1
 
 
 def _places(model: nn.Module, blocks: tuple, run: Callable[[], Any] | None) -> Places:

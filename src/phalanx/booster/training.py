@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +47,7 @@ class Training:
     """Runs global batches through a boosted model, pass by pass, and steps its optimizer.
 
     `num_passes` is the number of accumulation passes; `world` holds all ranks, of which only those with `counts_loss` add their
-    loss and count to the sums. `cut` cuts the rows of a data index once more, as a grid does.
+    loss and count to the sums. `cut` cuts the rows of a data index once more, as a grid does. `runs` tells which modules run here.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class Training:
         scale: LossScale,
         split: Any = None,
         names: Names,
+        runs: Callable[[nn.Module], bool] = lambda module: True,
         share: PassShare | None = None,
         mixture: Mixture | None = None,
         sequences: SplitSequences | None = None,
@@ -74,7 +75,7 @@ class Training:
         self.world, self.counts_loss, self.num_passes, self.split = world, counts_loss, num_passes, split
         self.cut = cut
         self.clip_norm, self.norm_type, self.scale = clip_norm, norm_type, scale
-        self.model_names = names
+        self.model_names, self.runs = names, runs
         self.share, self.mixture, self.sequences = share or PassShare(), mixture, sequences
         self.optimizer: BoostedOptimizer | None = None
         self.scheduler: BoostedScheduler | None = None
