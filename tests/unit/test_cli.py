@@ -143,6 +143,7 @@ def test_a_checkpoint_is_shown_checked_and_listed(capsys, tmp_path):
     assert call(capsys, "checkpoint", "check", str(path))[:2] == (0, f"{path} is sound\n")
     code, out, _ = call(capsys, "checkpoint", "list", str(tmp_path), "--json")
     assert [entry["path"] for entry in json.loads(out)["checkpoints"]] == [str(path)]
+    assert "holds no complete checkpoint" in call(capsys, "checkpoint", "list", str(path))[1]
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(capsys, tmp_path):

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from phalanx.cli.output import print_json, print_rows, show_bytes
 
-EXAMPLE = "phalanx checkpoint show runs/demo/checkpoints/step-000480 --tensors"
+EXAMPLE = "phalanx checkpoint show runs/demo/checkpoints/step-001000 --tensors"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +65,8 @@ def _list(arguments: argparse.Namespace) -> int:
         print_json(
             {"ok": True, "checkpoints": [{"path": item.path, "saved_at_s": item.saved_at_s, "num_bytes": item.num_bytes} for item in found]}
         )
+    elif not found:
+        print(f"{arguments.path} holds no complete checkpoint; those of a run lie in its folder checkpoints/")
     else:
         print_rows(
             [(item.path, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(item.saved_at_s)), show_bytes(item.num_bytes)) for item in found]
