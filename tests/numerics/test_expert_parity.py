@@ -21,7 +21,7 @@ PLANS = [
     ("ep2+recompute", 2),
     ("ep2+selective", 2),
 ]
-PLANS += [("ulysses2+ep2", 2), ("zero3+ring2+ep2", 4)]
+PLANS += [("ulysses2+ep2", 2), ("zero3+ring2+ep2", 4), ("zero1+tp2+ep2", 4), ("pp2+ep2", 4), ("zero1+pp2+zb-h1+ep2", 4)]
 
 
 BUILDERS = {
@@ -53,6 +53,13 @@ COVER = [
     ("user-mixture-pushed", "zero3+ep2", 4),
     ("tiny-qwen3-moe", "zero1+ulysses2+ep2", 4),
     ("tiny-deepseek-v3", "zero3+ring2+ep4", 4),
+    ("tiny-gpt-oss", "zero1+tp2+ep2", 4),
+    ("tiny-qwen3-moe", "tp2+sp+ep2", 4),
+    ("tiny-mixtral", "zero3+tp2+sp+ep2", 4),
+    ("user-mixture", "tp2+ep2", 4),
+    ("tiny-deepseek-v3", "zero1+pp2+zb-h1+ep2", 4),
+    ("user-mixture-pushed", "pp2+ep2", 4),
+    ("mixtral-balance-loss", "tp2+sp+ep2", 4),
     ("mixtral-balance-loss", "ulysses2+ep2", 4),
     ("mixtral-balance-loss", "zero0", 1),
     ("mixtral-balance-loss", "zero3", 3),
@@ -77,7 +84,7 @@ def test_a_balance_loss_of_ranks_without_rows():
     check("mixtral-balance-loss", "ep2", 4, rows=3)
 
 
-@pytest.mark.parametrize("plan", ["acc2", "ep2+acc3"])
+@pytest.mark.parametrize("plan", ["acc2", "ep2+acc3", "pp2"])
 def test_a_balance_loss_that_would_be_that_of_a_piece_is_refused(plan):
     with pytest.raises(PlanError, match="means over the whole batch"):
         check("mixtral-balance-loss", plan, 2)

@@ -123,16 +123,17 @@ def test_added_losses_are_those_of_one_process(name, plan, world):
     assert abs(right[0][0] - plain_steps(name)[0][0]) > 1e-3  # they are there
 
 
-def test_correction_biases_follow_the_loads_of_all_ranks():
+@pytest.mark.parametrize("plan", ["zero1+ep2+acc2+recompute", "pp2+ep2"])
+def test_correction_biases_follow_the_loads_of_all_ranks(plan):
     right = plain_steps("tiny-deepseek-v3", rate=0.01)
-    for found in run_ranks(planned_steps, 4, "tiny-deepseek-v3", "zero1+ep2+acc2+recompute", {"bias_rate": 0.01}):
+    for found in run_ranks(planned_steps, 4, "tiny-deepseek-v3", plan, {"bias_rate": 0.01}):
         compare(found, right)
     moved = [value for key, value in right[2].items() if "correction_bias" in key]
     assert all(float(bias.abs().max()) == pytest.approx(0.02) or float(bias.abs().max()) <= 0.02 for bias in moved)
     assert any(float(bias.abs().max()) > 0 for bias in moved)
 
 
-@pytest.mark.parametrize(("plan", "world"), [("zero0", 1), ("ep2+acc3+recompute", 2)])
+@pytest.mark.parametrize(("plan", "world"), [("zero0", 1), ("ep2+acc3+recompute", 2), ("tp2+sp+ep2", 4), ("pp2+recompute", 2)])
 def test_loads_count_every_choice_once(plan, world):
     _, batches = start("tiny-mixtral")
     tokens = sum(batch["input_ids"].numel() for batch in batches)

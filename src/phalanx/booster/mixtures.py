@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from phalanx.anatomy.balance_seam import balance_loss_of, balance_speakers, replace_balance_loss
+from phalanx.anatomy.expert_lists import ExpertList
 from phalanx.cluster import launch
 from phalanx.cluster.mesh import Axis
 from phalanx.errors import PlanError
@@ -49,7 +50,7 @@ def place_experts(model: nn.Module, context: Context) -> nn.Module:
     if not layers:
         refuse_without_experts(model, plan.ep, routing)
         return model
-    _refuse_grid(layers, context)
+    _refuse_mismatch(layers, context)
     fewest = min(layer.num_experts for layer in layers)
     axes = ExpertAxes.of(mesh, plan.ep, by_sequence=plan.sp, fewest=fewest, local_size=launch.world().local_size)
     spread_experts(layers, axes, context.placements, routing)
@@ -57,7 +58,7 @@ def place_experts(model: nn.Module, context: Context) -> nn.Module:
     add_losses(layers, routing, context.share, [axis for axis in (mesh.axis("cp"), sequence) if axis is not None], sequence)
     context.mixture = Mixture(
         loads=[layer.load for layer in layers],
-        tokens=[axis for axis in (mesh.axis("dp", "cp"), sequence) if axis is not None],
+        tokens=[axis for axis in (mesh.axis("dp", "cp"), sequence, mesh.axis("pp")) if axis is not None],
         device=launch.world().device,
         biases=correction_biases(layers) if routing.bias_rate else (),
         bias_rate=routing.bias_rate,
@@ -70,7 +71,13 @@ def _sequence_axis(context: Context) -> Axis | None:
     return context.mesh.axis("tp") if context.plan.sp else None
 
 
-def _refuse_grid(layers: list[ExpertLayer], context: Context) -> None:
+def _refuse_mismatch(layers: list[ExpertLayer], context: Context) -> None:
+    if context.plan.sp and any(isinstance(layer.found, ExpertList) for layer in layers):
+        raise PlanError(
+            f"sp cuts the sequence, and {type(layers[0].block).__name__} calls experts that tp may have split on tokens of its own choice",
+            allowed="sp with stacked experts of transformers",
+            remedy=f"tp{context.plan.tp} without sp",
+        )
     if context.plan.tp > 1 and context.plan.tp_kind != "1d":
         raise PlanError(
             f"tp{context.plan.tp}:{context.plan.tp_kind} splits the width of tokens, and {layers[0].name} routes whole tokens",

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
 from phalanx.errors import ConfigError, PlanError
+from phalanx.layout import split_range
 from phalanx.parallel.expert.layers import ExpertLayer
 from phalanx.parallel.expert.routing import Routing
 from phalanx.parallel.expert.share import PassShare
@@ -36,6 +37,8 @@ class BalanceLoss:
     ) -> torch.Tensor:
         if gate_logits is None or not isinstance(gate_logits, tuple):
             return torch.zeros(())
+        if attention_mask is not None and self.sequence is not None:  # the logits are those of a part of every row
+            attention_mask = attention_mask[:, slice(*split_range(attention_mask.shape[1], self.sequence.size, self.sequence.index))]
         sums = torch.stack([_layer_sums(logits, top_k, attention_mask) for logits in gate_logits]).sum(0) * self.share.weight
         if self.sequence is not None:
             sums = comm.reduce_from(sums, self.sequence)

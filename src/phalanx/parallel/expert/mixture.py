@@ -17,7 +17,7 @@ from phalanx.parallel.expert.load import LayerLoad, Load, layer_load
 class Mixture:
     """The loads of all layers, and the correction biases of their routers where these follow the loads.
 
-    Ranks along `tokens` see different tokens.
+    Ranks along `tokens` see different tokens, or have other layers.
     """
 
     loads: list[Load]
