@@ -152,3 +152,104 @@ def test_without_its_sum_a_gradient_is_wrong():
     except RankError:
         return
     assert (found - expected).abs().max() > 1e-3 * expected.abs().max()
+
+
+class Noisy(torch.nn.Module):
+    """Ones through dropout at every kind of place, so that outputs show the masks: after an embedding, between heads, after a sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp_in, self.mlp_out = torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.Linear(2 * WIDTH, WIDTH)
+        self.inside, self.outside = torch.nn.Dropout(0.3), torch.nn.Dropout(0.3)
+        self.seen = {}
+
+    def forward(self, x):
+        inner = self.inside(self.mlp_in(x).exp())
+        self.seen["inside"] = inner == 0
+        outer = self.outside(self.mlp_out(inner))
+        self.seen["outside"] = outer == 0
+        return x + outer
+
+
+class NoisyStack(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Noisy() for _ in range(2))
+        self.norm = torch.nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+def masks(plan):
+    torch.manual_seed(5)
+    stack = NoisyStack().double()
+    rows = torch.randn(4, 16, WIDTH, dtype=torch.float64)
+    booster = px.Booster(plan, forward=lambda model, batch: model(batch[0]))
+    booster.boost(stack, None, lambda output, target: (output.sum(), 1), [(rows, rows)])
+    found = []
+    for _ in range(2):
+        booster.forward_backward((rows[:2], rows[:2]))
+        found.append({f"{name}{at}": block.seen[name] for at, block in enumerate(stack.blocks) for name in block.seen})
+    return found
+
+
+@pytest.mark.parametrize("plan", ["tp2", "tp2+sp"])
+def test_masks_are_equal_where_activations_are_and_differ_where_they_are_split(plan):
+    first, second, other, _ = run_ranks(masks, 4, plan)  # tensor index 0 and 1 of data index 0, then of data index 1
+    for step in range(2):
+        for name, mask in first[step].items():
+            same = torch.equal(mask, second[step][name])
+            assert same == (name.startswith("outside") and plan == "tp2"), name
+            assert not torch.equal(mask, other[step][name])
+            assert 0.2 < mask.double().mean() < 0.4
+        assert not torch.equal(first[step]["inside0"], first[step]["inside1"])
+    assert not torch.equal(first[0]["inside0"], first[1]["inside0"])
+    again = run_ranks(masks, 4, plan)[1]
+    assert all(torch.equal(mask, again[step][name]) for step in range(2) for name, mask in second[step].items())
+
+
+def noisy_gradients(plan):
+    torch.manual_seed(0)
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=16, n_embd=WIDTH, n_layer=3, n_head=4, resid_pdrop=0.3, attn_pdrop=0.3, embd_pdrop=0.3,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    booster = px.Booster(plan)
+    booster.boost(GPT2LMHeadModel(config).double())
+    booster.forward_backward(batch())
+    return booster.gradients()
+
+
+@pytest.mark.parametrize("plan", ["tp2", "tp2+sp"])
+def test_recompute_draws_the_same_again(plan):
+    kept, computed_again = run_ranks(noisy_gradients, 2, plan)[0], run_ranks(noisy_gradients, 2, f"{plan}+recompute")[0]
+    assert all(torch.equal(kept[name], computed_again[name]) for name in kept)
+
+
+def round_trip(plan, folder):
+    from transformers import AutoModelForCausalLM
+
+    booster = px.Booster(plan)
+    booster.boost(llama(2, kv_heads=2).float())
+    booster.save_model(folder / "saved")
+    other = px.Booster(plan)
+    torch.manual_seed(9)
+    model = llama(2, kv_heads=2).float()
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    other.boost(model)
+    other.load_model(folder / "saved")
+    expected = llama(2, kv_heads=2).float().state_dict()
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "saved").state_dict()
+    again = other.full_state_dict()
+    return [name for name, value in expected.items() if not torch.equal(value, loaded[name]) or not torch.equal(value, again[name])]
+
+
+@pytest.mark.parametrize(("plan", "world"), [("tp3", 3), ("zero3+tp2+sp", 4)])
+def test_files_of_transformers_go_out_and_in_bit_for_bit(plan, world, tmp_path):
+    assert run_ranks(round_trip, world, plan, tmp_path)[0] == []

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from phalanx.anatomy import Anatomy, Unrunnable, call_with, read_anatomy
-from phalanx.cluster import comm
+from phalanx.cluster import comm, launch
+from phalanx.cluster import device as devices
 from phalanx.cluster.placement import Placement
+from phalanx.cluster.random import SplitDraws
 from phalanx.errors import PlanError
 from phalanx.parallel.tensor import OneDimensional, VocabularyLoss, split_model
 
@@ -32,7 +34,8 @@ def split(model: nn.Module, context: Context) -> None:
         for owner, name in owners[id(module._parameters[attribute])]:
             context.placements.declare(owner, name, placement)
 
-    kind = OneDimensional(axis, place, by_sequence=context.plan.sp)
+    draws = SplitDraws(axis.index, devices.get(launch.world().device.type)) if _draws_in_training(model) else None
+    kind = OneDimensional(axis, place, by_sequence=context.plan.sp, draws=draws)
     split_model(model, anatomy, kind, axis.size, axis.index)
     context.causal_loss = VocabularyLoss(axis)
 
@@ -93,6 +96,12 @@ def _require_split(anatomy: Anatomy, context: Context) -> None:
             allowed="sp where every attention is split by heads",
             remedy=f"tp{tp} without sp",
         )
+
+
+def _draws_in_training(model: nn.Module) -> bool:
+    """Whether any rate of dropout is above 0, in a module or in a number that a module keeps."""
+    rates = (value for module in model.modules() for name, value in vars(module).items() if "drop" in name and isinstance(value, float))
+    return any(rates) or any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
 
 
 def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:

@@ -53,22 +53,58 @@ class Streams:
         self._states = {key: dict(parts) for key, parts in state["streams"].items()}
 
     def _start(self, key: str) -> None:
-        seed = derive_seed(self.seed, key)
-        torch.default_generator.manual_seed(seed)
-        if self._device.kind != "cpu":
-            torch.get_device_module(self._device.kind).manual_seed(seed)
+        _seed(self._device, derive_seed(self.seed, key))
 
     def _read(self) -> dict[str, torch.Tensor]:
-        state = {"cpu": torch.get_rng_state()}
-        own = self._device.random_state()
-        if own is not None:
-            state["device"] = own
-        return state
+        return _read_state(self._device)
 
     def _write(self, state: Mapping[str, torch.Tensor]) -> None:
-        torch.set_rng_state(state["cpu"])
-        if "device" in state:
-            self._device.set_random_state(state["device"])
+        _write_state(self._device, state)
+
+
+class SplitDraws:
+    """Draws that differ between the ranks of an axis for a while, where they work on different parts of the same rows.
+
+    What they draw follows from the state outside, which is equal on all of them and moves on by one draw: a block that is computed
+    again from the same state draws the same again. `begin` and `end` may each be called twice.
+    Cost: two copies of 5 kB and of the device's state.
+    """
+
+    def __init__(self, index: int, device: devices.Device | None = None):
+        self.index, self._device = index, device or devices.Cpu()
+        self._outer: dict[str, torch.Tensor] | None = None
+
+    def begin(self) -> None:
+        if self._outer is not None or detect_fake_mode() is not None:
+            return
+        drawn = int(torch.randint(2**62, (), device="cpu"))
+        self._outer = _read_state(self._device)
+        _seed(self._device, derive_seed(drawn, "split", self.index))
+
+    def end(self) -> None:
+        if self._outer is not None:
+            _write_state(self._device, self._outer)
+            self._outer = None
+
+
+def _read_state(device: devices.Device) -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    own = device.random_state()
+    if own is not None:
+        state["device"] = own
+    return state
+
+
+def _write_state(device: devices.Device, state: Mapping[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "device" in state:
+        device.set_random_state(state["device"])
+
+
+def _seed(device: devices.Device, seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    if device.kind != "cpu":
+        torch.get_device_module(device.kind).manual_seed(seed)
 
 
 def derive_seed(seed: int, *parts: object) -> int:

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from phalanx.anatomy import Entry, Group, Proved, Split, is_transposed, num_features
+from phalanx.anatomy import Entry, Group, Proved, Split, is_linear, is_transposed, num_features
 from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis, make_axis
 from phalanx.cluster.placement import Placement
+from phalanx.cluster.random import SplitDraws
 from phalanx.errors import PlanError
 from phalanx.layout import Layout, split_range, split_sizes
 from phalanx.parallel.tensor.kind import Place
@@ -28,10 +29,13 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class OneDimensional:
-    """Splits over `axis`; with `by_sequence` the stream between groups is split as well. `place` declares a parameter's placement."""
+    """Splits over `axis`; with `by_sequence` the stream between groups is split as well. `place` declares a parameter's placement.
 
-    def __init__(self, axis: Axis, place: Place, *, by_sequence: bool = False):
-        self.axis, self.place, self.by_sequence = axis, place, by_sequence
+    `draws` are begun where activations are split and ended where they are not, for models that draw at random in training.
+    """
+
+    def __init__(self, axis: Axis, place: Place, *, by_sequence: bool = False, draws: SplitDraws | None = None):
+        self.axis, self.place, self.by_sequence, self.draws = axis, place, by_sequence, draws
         self.streams: dict[str, Stream] = {}
         self.logits_are_split = False
 
@@ -39,7 +43,7 @@ class OneDimensional:
 
     def enter(self, stack: str, blocks: list[nn.Module]) -> None:
         if self.by_sequence:
-            self.streams[stack] = Stream(self.axis, blocks)
+            self.streams[stack] = Stream(self.axis, blocks, self.draws)
 
     def leave(self, stack: str, blocks: list[nn.Module]) -> None:
         pass
@@ -54,13 +58,14 @@ class OneDimensional:
 
     def linear(self, item: Proved, model: nn.Module) -> None:
         group, stream = item.group, self._stream_of(item.group.rows[0])
+        num_columns = sum(is_linear(model.get_submodule(name)) for name in group.columns)
         if stream is None:
-            entrance = Entrance(lambda x: comm.copy_to(x, self.axis))
+            entrance = Entrance(lambda x: comm.copy_to(x, self.axis), num_columns, len(group.rows), self.draws)
         elif group.kind == "heads":
             self._enter_attention(item, model, stream)
-            entrance = Entrance(lambda x: x)
+            entrance = Entrance(lambda x: x, num_columns, len(group.rows))
         else:
-            entrance = Entrance(stream.gather)
+            entrance = Entrance(stream.gather, num_columns, len(group.rows))
         for name in group.columns:
             self._column(model.get_submodule(name), group, name, entrance)
         for name in group.rows:
@@ -163,13 +168,18 @@ def _is_block(name: str, stacks: Iterable[str]) -> bool:
 
 
 class Entrance:
-    """The way into a group: what several columns take in enters once, so that its gradients are summed once."""
+    """The way into a group and out of it: what several columns take in enters once, so that its gradients are summed once.
 
-    def __init__(self, enter: Callable[[torch.Tensor], torch.Tensor]):
-        self._enter = enter
+    Between the last column and the last row activations are split, and draws with them.
+    """
+
+    def __init__(self, enter: Callable[[torch.Tensor], torch.Tensor], num_columns: int, num_rows: int, draws: SplitDraws | None = None):
+        self._enter, self._num_columns, self._num_rows, self._draws = enter, num_columns, num_rows, draws
         self._entered: list[tuple[weakref.ref, torch.Tensor]] = []
+        self._columns = self._rows = 0
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """What a column takes in, ready for a part of the work."""
         for source, entered in self._entered:
             if source() is x:
                 return entered
@@ -177,9 +187,16 @@ class Entrance:
         self._entered.append((weakref.ref(x), entered))
         return entered
 
-    def close(self) -> None:
-        """Forgets what has entered: the group's rows have run."""
+    def column_done(self, is_training: bool) -> None:
+        self._columns += 1
+        if self._draws is not None and is_training and self._columns % self._num_columns == 0:
+            self._draws.begin()
+
+    def row_begun(self) -> None:
+        self._rows += 1
         self._entered.clear()
+        if self._draws is not None and self._rows % self._num_rows == 0:
+            self._draws.end()
 
 
 class AttentionEntry:
@@ -199,12 +216,13 @@ class AttentionEntry:
 class Column:
     """A projection whose outputs are split; `used` are the output features to compute where its parameters are held whole."""
 
-    def __init__(self, module: nn.Module, enter: Callable[[torch.Tensor], torch.Tensor], used: Ranges | None):
-        self.module, self.enter, self.used = module, enter, used
+    def __init__(self, module: nn.Module, entrance: Entrance, used: Ranges | None):
+        self.module, self.entrance, self.used = module, entrance, used
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.enter(x)
+        x = self.entrance.enter(x)
         module = self.module
+        self.entrance.column_done(module.training)
         if self.used is None:
             return type(module).forward(module, x)
         weight = module.weight.T if is_transposed(module) else module.weight
@@ -220,7 +238,7 @@ class Row:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         module = self.module
-        self.entrance.close()
+        self.entrance.row_begun()
         total = self.leave(F.linear(x, module.weight.T if is_transposed(module) else module.weight))
         return total if module.bias is None else total + module.bias
 

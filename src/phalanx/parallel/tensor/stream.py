@@ -14,6 +14,7 @@ from torch import nn
 
 from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
+from phalanx.cluster.random import SplitDraws
 from phalanx.errors import ShapeError
 from phalanx.layout import split_sizes
 from phalanx.parallel.tensor.sequence import gather_sequence, scatter_sums
@@ -26,8 +27,8 @@ class Stream:
     again finds what it had.
     """
 
-    def __init__(self, axis: Axis, blocks: list[nn.Module]):
-        self.axis = axis
+    def __init__(self, axis: Axis, blocks: list[nn.Module], draws: SplitDraws | None = None):
+        self.axis, self.draws = axis, draws
         self.num_rows = 0
         self.sizes: list[int] = []
         blocks[0].register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -46,10 +47,14 @@ class Stream:
         sizes = split_sizes(x.shape[1], self.axis.size)
         part = comm.scatter_to(x, self.axis, 1, sizes)
         setattr(part, _CUT, (x.shape[0], sizes))
+        if self.draws is not None and block.training:
+            self.draws.begin()
         return put(part)
 
     def _end(self, block: nn.Module, args: tuple, output: Any) -> Any:
         """Joins what the last block gives out: all of it, or the first of several."""
+        if self.draws is not None:
+            self.draws.end()
         return _with_first(output, comm.gather_from(_first_of(output), self.axis, 1, self.sizes))
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
