@@ -198,3 +198,32 @@ def fused_4_1():
         new_decoder_architecture=False, alibi=False, bias=True, max_position_embeddings=32, hidden_dropout=0.0, attention_dropout=0.0,
     )  # fmt: skip
     return small(FalconForCausalLM(config))
+
+
+class Adapted(nn.Module):
+    """A projection with a trained low-rank addition, as adapters wrap one; the projection itself is frozen."""
+
+    def __init__(self, inner, rank=3):
+        super().__init__()
+        self.inner = inner.requires_grad_(False)
+        self.down = nn.Linear(inner.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, inner.out_features, bias=False)
+
+    def forward(self, x):
+        return self.inner(x) + 1.5 * self.up(self.down(x))
+
+
+def adapted():
+    """Adapters on columns and rows of an attention and an MLP."""
+    model = Decoder(lambda: CountedBlock(24), 24)
+    for block in model.blocks:
+        block.attention.to_q, block.attention.to_out = Adapted(block.attention.to_q), Adapted(block.attention.to_out)
+        block.mlp[0], block.mlp[2] = Adapted(block.mlp[0]), Adapted(block.mlp[2])
+    return small(model), mean_loss, batch
+
+
+def adapters_of_peft():
+    """A library's adapters on a transformers model."""
+    from peft import LoraConfig, get_peft_model
+
+    return small(get_peft_model(_llama(6, 2), LoraConfig(r=2, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])))

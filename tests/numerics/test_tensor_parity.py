@@ -7,7 +7,7 @@ import pytest
 from phalanx.verify import verify_named
 
 USER_FILE = Path(__file__).with_name("tensor_programs.py")
-USER_MODELS = ("fused", "counted", "relative", "heads_6_2", "heads_6_3", "heads_12_3", "heads_4_1", "fused_4_1")
+USER_MODELS = ("fused", "counted", "relative", "heads_6_2", "heads_6_3", "heads_12_3", "heads_4_1", "fused_4_1", "adapted")
 FAMILIES = tuple(
     f"tiny-{name}"
     for name in (
@@ -40,6 +40,8 @@ COVER = [
     ("heads_6_2", "tp4", 4),
     ("heads_6_3", "tp2+sp", 2),
     ("fused_4_1", "tp2", 2),
+    ("adapted", "tp2+sp", 2),
+    ("adapted", "zero3+tp2", 4),
 ]
 
 
@@ -63,3 +65,10 @@ def test_every_cell(model, plan, world):
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-gpt2", "tiny-t5"])
 def test_beside_other_terms(model, plan):
     check(model, plan, 4 if "zero" in plan else 2)
+
+
+@pytest.mark.parametrize("plan", ["tp3", "tp2+sp"])
+def test_adapters_of_peft_go_in_like_any_other_module(plan):
+    pytest.importorskip("peft")
+    report = verify_named(f"{USER_FILE}:adapters_of_peft", plan, int(plan[2]))
+    assert report.ok, str(report)

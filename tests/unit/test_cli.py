@@ -156,3 +156,20 @@ def test_a_reader_that_leaves_early_is_no_error():
     words = f"{sys.executable} -m phalanx.cli.main plan zero1 --parameters 1e9 | true"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {words}"], capture_output=True, text=True, timeout=120)
     assert "Traceback" not in done.stderr
+
+
+def test_anatomy_shows_a_model_as_a_tree_and_what_stays_whole(capsys):
+    code, out, _ = call(capsys, "anatomy", "tiny-olmo2")
+    assert code == 0
+    assert "0 to 1" in out
+    assert "row: 48" in out
+    assert out.count("heads that depend on each other") == 4
+    code, out, _ = call(capsys, "anatomy", "tiny-llama", "--json")
+    assert json.loads(out)["heads"]["model.layers.3.self_attn"] == {"heads": 8, "kv_heads": 4}
+    assert json.loads(out)["roles"]["lm_head"] == "vocabulary"
+
+
+def test_anatomy_needs_several_parts(capsys):
+    code, _, err = call(capsys, "anatomy", "tiny-llama", "--parts", "1")
+    assert code == 2
+    assert "--parts is 1" in err

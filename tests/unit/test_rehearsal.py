@@ -50,3 +50,12 @@ def test_half_precision_halves_what_parameters_send(rehearsed_world):
     sent, num_parameters = wire_bytes_of_a_step("zero3+bf16")
     bound = (WORLD - 1) / WORLD * (2 * 2 + 4) * num_parameters  # parameters twice in bf16, gradients once in float32
     assert 0.5 * bound < sent <= 1.01 * bound
+
+
+@pytest.mark.parametrize("plan", ["zero3+tp4", "zero1+tp4+sp"])
+def test_tensor_parallelism_is_rehearsed(rehearsed_world, plan):
+    """Activations of 2 x 16 tokens of 256 features, in 3 layers: at least 8 (t - 1)/t of them for each, beside what ZeRO sends."""
+    sent, num_parameters = wire_bytes_of_a_step(plan)
+    activations = 2 * 16 * 256 * 4
+    least = 3 * 8 * 3 / 4 * activations
+    assert least < sent < least + 3 * 4 * num_parameters / 4 * 1.1 + 10 * activations

@@ -16,6 +16,7 @@ from phalanx.anatomy.specimen import Unrunnable, call_with, is_linear, is_transp
 from phalanx.anatomy.split import Split, num_features
 from phalanx.anatomy.stacks import layer_stacks
 from phalanx.anatomy.ties import tie_groups
+from phalanx.anatomy.tree import tree, whole
 
 __all__ = [
     "Anatomy",
@@ -42,4 +43,6 @@ __all__ = [
     "replace_causal_loss",
     "stacks_of",
     "tie_groups",
+    "tree",
+    "whole",
 ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from phalanx.anatomy.dataflow import Dataflow
 from phalanx.anatomy.groups import Group, find_groups
@@ -69,11 +70,15 @@ def read_anatomy(
     Cost: a copy of the first layers in float64, and some dozens of short forwards and backwards on it.
     Raises: Unrunnable where the copy cannot be run.
     """
-    specimen = make_specimen(model, call)
+    with unset_fake_temporarily():  # also in a rehearsal the copy has numbers
+        return _read(model, make_specimen(model, call), parts, overrule or {})
+
+
+def _read(model: nn.Module, specimen: Specimen, parts: int, overrule: dict[str, str]) -> Anatomy:
     flow = Dataflow(specimen)
     inside = tuple(f"{name}." if name else "" for name, _ in blocks_of(specimen.model))
     read_elsewhere = {name.rpartition(".")[0]: "its weight is read outside of it" for name in flow.read_elsewhere()}
-    patterns = {**WHOLE.get(type(model).__name__, {}), **(overrule or {})}
+    patterns = {**WHOLE.get(type(model).__name__, {}), **overrule}
     told = {name: reason for name in flow.calls for pattern, reason in patterns.items() if re.fullmatch(pattern, name)}
     candidates = {name for name in flow.calls if name.startswith(inside)} - set(read_elsewhere) - set(told)
     vocabulary = _vocabulary(specimen, flow, set(read_elsewhere) | set(told))

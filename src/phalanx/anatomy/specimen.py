@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor
 
 from phalanx.anatomy.loss_source import is_pretrained
 from phalanx.anatomy.stacks import layer_stacks
@@ -42,7 +42,7 @@ class Specimen:
 def make_specimen(model: nn.Module, call: Call | None) -> Specimen:
     """The copy of `model`, which is left as it was; `call` runs a forward on the copy."""
     kept, kinds = _first_of_each_kind(model)
-    with _cut_to(model, kept), unset_fake_temporarily():
+    with _cut_to(model, kept):
         small = copy.deepcopy(model, _fresh_tensors(model)).eval()
     _without_dropout(small)
     _plain_kernels(small)
@@ -186,6 +186,12 @@ def call_with(batch: Any, forward: Callable[[nn.Module, Any], Any] | None) -> Ca
 
 
 def _doubled(value: Any) -> Any:
+    if isinstance(value, FakeTensor):
+        generator = torch.Generator().manual_seed(3)
+        kind = torch.float64 if value.is_floating_point() else value.dtype
+        return (
+            torch.randn(tuple(value.shape), generator=generator).to(kind) if kind.is_floating_point else torch.ones(value.shape, dtype=kind)
+        )
     if isinstance(value, torch.Tensor):
         value = value.cpu()
         return value.double() if value.is_floating_point() else value

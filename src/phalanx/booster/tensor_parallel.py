@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from phalanx.anatomy import Anatomy, Unrunnable, call_with, read_anatomy
 from phalanx.cluster import comm, launch
@@ -65,8 +66,9 @@ def read(model: nn.Module, context: Context) -> Anatomy:
 
 
 def _read_or_refuse(model: nn.Module, context: Context, tp: int) -> Anatomy | PlanError:
-    call = call_with(context.example, context.forward) if context.example is not None else None
     try:
+        with unset_fake_temporarily():
+            call = call_with(context.example, context.forward) if context.example is not None else None
         return read_anatomy(model, tp, call)
     except Unrunnable as error:
         return PlanError(

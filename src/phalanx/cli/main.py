@@ -20,6 +20,7 @@ COMMANDS = {
     "run": "launch a script as several processes, each a rank",
     "train": "train a model as a recipe says",
     "verify": "compare a plan with one process, number by number",
+    "anatomy": "show what of a model can be split over ranks, and what stays whole",
     "plan": "read a plan, list every conflict, predict its memory",
     "checkpoint": "look into a checkpoint without loading it",
     "doctor": "what this machine has, what is missing, and what that costs",
