@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from phalanx.booster.sequences import SplitSequences, num_key_heads
 from phalanx.booster.stages import Stages
 from phalanx.booster.start import StartState
 from phalanx.booster.training import Training, to_device
-from phalanx.cluster import device, launch
+from phalanx.cluster import comm, device, launch
 from phalanx.cluster.mesh import Mesh
 from phalanx.cluster.random import Streams
 from phalanx.data import boost_loader, first_batch
@@ -32,6 +33,7 @@ from phalanx.optim.scale import LossScale
 from phalanx.parallel.expert.load import LayerLoad
 from phalanx.parallel.expert.routing import Routing
 from phalanx.parallel.pipeline.sample import watchable_forward
+from phalanx.parallel.pipeline.trace import to_record
 from phalanx.parallel.sequence import Grid
 from phalanx.plan import Plan
 from phalanx.precision import Precision
@@ -232,6 +234,23 @@ class Booster:
             for training in [self._training(model)] if model is not None else self.trainings:
                 stack.enter_context(training.no_sync())
             yield
+
+    def traced_step(self, batch: Any, model: nn.Module | None = None) -> tuple[Result, dict[str, Any] | None]:
+        """A `step` and the times of every part of its pipeline passes, as plain values for an event; None without a pipeline. Collective.
+
+        On an accelerator the step waits after every part.
+        """
+        training = self._training(model)
+        if training.runner is None:
+            return self.step(batch, model), None
+        runner = training.runner
+        runner.spans = []
+        try:
+            result, spans = self.step(batch, model), runner.spans
+        finally:
+            runner.spans = None
+        own = spans[-len(runner.table.computations(runner.rank)) :]  # of the last accumulation pass
+        return result, to_record(runner.table, itertools.chain(*comm.gather_objects(own, runner.axis)))
 
     def evaluate(self, batch: Any, model: nn.Module | None = None) -> Result:
         """Loss and count of a global batch, without gradients, in evaluation mode."""

@@ -21,8 +21,7 @@ from phalanx.parallel.pipeline.cut import Cut, Poison, cost_of, costs_of_ends, o
 from phalanx.parallel.pipeline.gates import Gates
 from phalanx.parallel.pipeline.reads import Places, places_by_registration, places_by_running
 from phalanx.parallel.pipeline.run import CHANNELS, Hooks, Objective, Runner
-from phalanx.parallel.pipeline.schedules import make_table
-from phalanx.parallel.pipeline.search import auto_schedule
+from phalanx.parallel.pipeline.search import plan_table
 from phalanx.parallel.pipeline.table import Kind, Table
 
 if TYPE_CHECKING:
@@ -135,12 +134,9 @@ def _places(model: nn.Module, blocks: tuple, run: Callable[[], Any] | None) -> P
 
 
 def _table(plan: Plan, model: nn.Module, blocks: tuple, places: Places) -> Table:
-    if plan.schedule == "auto-schedule":
-        costs = tuple(cost_of(block) for _, block in blocks)
-        ends = costs_of_ends(model, blocks, places)
-        layers = LayerCosts(
-            forward=costs, input=costs, weight=costs, activation_bytes=(1.0,) * len(blocks), ends=tuple(3 * end for end in ends)
-        )
-        return auto_schedule(layers.cut, plan.pp, plan.num_micro, [1.0 * (len(blocks) + plan.pp)] * plan.pp)
-    name = "interleaved" if plan.interleaved > 1 else plan.schedule
-    return make_table(name, plan.pp, plan.num_micro, plan.num_chunks)
+    """The plan's table; costs are counted, and the three parts of a layer's work take about equal time."""
+    costs = tuple(cost_of(block) for _, block in blocks)
+    first, last = costs_of_ends(model, blocks, places)
+    held = (1.0,) * len(blocks)
+    layers = LayerCosts(forward=costs, input=costs, weight=costs, activation_bytes=held, ends=(3 * first, 3 * last))
+    return plan_table(plan.schedule, plan.interleaved, plan.pp, plan.num_micro, plan.num_chunks, layers)

@@ -43,6 +43,7 @@ class StartState:
         self.parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._require_same_model()
         self.names = Names(model)
+        self.tensors = [*model.named_parameters(), *model.named_buffers()] if self.is_lazy else []
         if not self.is_lazy:
             self._require_values()
             self._share_parameters()
@@ -120,4 +121,4 @@ class StartState:
             for module, attribute in places[id(self.model.get_buffer(name))][1]:
                 module._buffers[attribute] = value
 
-        materialize.replay(self.model, place)
+        materialize.replay(self.tensors, place)

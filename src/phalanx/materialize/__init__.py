@@ -9,7 +9,7 @@ that needs them is complete and as early as possible after.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -29,8 +29,8 @@ def is_lazy(model: nn.Module) -> bool:
     return any(value_of(tensor) is not None for _, tensor in _tensors(model))
 
 
-def replay(model: nn.Module, receive: Receive) -> None:
-    """Calls `receive(name, tensor)` once for each parameter and buffer, with its full final value.
+def replay(source: nn.Module | Iterable[tuple[str, torch.Tensor]], receive: Receive) -> None:
+    """Calls `receive(name, tensor)` once for each parameter and buffer of a model, or each of given ones, with its full final value.
 
     Tied tensors come once, under their first name. The order is the same on every rank, and not that of the model. The model
     itself is left as it is; the tensor may be kept. The random generator is left alone.
@@ -38,7 +38,7 @@ def replay(model: nn.Module, receive: Receive) -> None:
     Raises: ConfigError for a meta tensor that was not recorded.
     """
     wanted: dict[Recording, dict[Value, list[tuple[str, Window]]]] = {}
-    for name, tensor in _tensors(model):
+    for name, tensor in _tensors(source) if isinstance(source, nn.Module) else source:
         value = value_of(tensor)
         if value is not None:
             wanted.setdefault(value.recording, {}).setdefault(value, []).append((name, window_on(tensor, value)))

@@ -68,7 +68,9 @@ def train(recipe: Recipe, *, resume: bool = False) -> None:
     with job.display:
         for step, batch in count_steps(job.training, begun, recipe.steps.total):
             watched = step == min(begun + WATCHED_STEP, recipe.steps.total)
-            job.meter.add(step, watched_step(job, batch) if watched else job.booster.step(batch))
+            traced = step == min(begun + WATCHED_STEP + 1, recipe.steps.total)
+            run = watched_step if watched else traced_step if traced else plain_step
+            job.meter.add(step, run(job, batch))
             after_step(job, step)
         finish(job, step)
     events.emit("run", "end", step=step)
@@ -133,6 +135,18 @@ def count_steps(loader: Iterable[Any], first: int, last: int) -> Iterator[tuple[
             yield step, batch
             if step == last:
                 return
+
+
+def plain_step(job: Job, batch: Any) -> Any:
+    return job.booster.step(batch)
+
+
+def traced_step(job: Job, batch: Any) -> Any:
+    """A step whose parts in a pipeline are timed."""
+    result, record = job.booster.traced_step(batch)
+    if record is not None:
+        events.emit("pipeline", "trace", **record)
+    return result
 
 
 def watched_step(job: Job, batch: Any) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -48,6 +48,8 @@ def places_by_running(model: nn.Module, blocks: Blocks, run: Callable[[], Any]) 
     try:
         watch = _watched(model, blocks, run, FakeTensorMode(allow_non_fake_inputs=True))
     except (RuntimeError, NotImplementedError):
+        if any(parameter.is_meta for parameter in model.parameters()):
+            return places_by_registration(model, blocks)
         before = [(buffer, buffer.clone()) for buffer in model.buffers()]
         with torch.random.fork_rng():
             watch = _watched(model, blocks, run, nullcontext())
@@ -68,11 +70,30 @@ def places_by_running(model: nn.Module, blocks: Blocks, run: Callable[[], Any]) 
 def _watched(model: nn.Module, blocks: Blocks, run: Callable[[], Any], mode: AbstractContextManager) -> _Watch:
     watch = _Watch(model, blocks)
     try:
-        with torch.no_grad(), mode, watch:
+        with torch.no_grad(), mode, _standing_in(model, watch.known), watch:
             run()
     finally:
         watch.remove()
     return watch
+
+
+@contextmanager
+def _standing_in(model: nn.Module, known: dict[int, int]) -> Iterator[None]:
+    """Stands tensors without numbers in for those of a model that was built without memory; `known` learns who they stand for."""
+    held = [table for module in model.modules() for table in (module._parameters, module._buffers)]
+    before = [(table, name, tensor) for table in held for name, tensor in table.items() if tensor is not None and tensor.is_meta]
+    made: dict[int, torch.Tensor] = {}
+    for table, name, tensor in before:
+        if id(tensor) not in made:
+            value = torch.empty(tensor.shape, dtype=tensor.dtype)
+            made[id(tensor)] = nn.Parameter(value, requires_grad=False) if isinstance(tensor, nn.Parameter) else value
+        table[name] = made[id(tensor)]
+        known[id(table[name])] = id(tensor)
+    try:
+        yield
+    finally:
+        for table, name, tensor in before:
+            table[name] = tensor
 
 
 class _Watch(TorchFunctionMode):
@@ -80,7 +101,7 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, blocks: Blocks):
         super().__init__()
-        self.known = {id(parameter) for parameter in model.parameters()}
+        self.known = {id(parameter): id(parameter) for parameter in model.parameters()}
         self.places: Places = {}
         self.order: list[int] = []
         self.here = BEFORE_ALL
@@ -118,7 +139,7 @@ class _Watch(TorchFunctionMode):
 
     def _note(self, parameter: nn.Parameter | None) -> None:
         if parameter is not None and id(parameter) in self.known:
-            self.places.setdefault(id(parameter), set()).add(self.here)
+            self.places.setdefault(self.known[id(parameter)], set()).add(self.here)
 
     def remove(self) -> None:
         for handle in self.handles:

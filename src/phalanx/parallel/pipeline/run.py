@@ -21,7 +21,7 @@ from phalanx.parallel.pipeline.handed import Entry, Handed, signature
 from phalanx.parallel.pipeline.messages import add_messages
 from phalanx.parallel.pipeline.post import Announcements, Inbox, Key, Outbox
 from phalanx.parallel.pipeline.simulate import Span
-from phalanx.parallel.pipeline.table import Action, Kind, Table
+from phalanx.parallel.pipeline.table import COMPUTE, Action, Kind, Table
 
 Objective = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor]]
 
@@ -93,7 +93,8 @@ class Runner:
         self.chosen: dict[tuple, frozenset[int]] = {}
         self.sent: dict[int, Announcements] = {}
         self.heard: dict[int, Announcements] = {}
-        self.spans: list[Span] | None = None
+        self.spans: list[Span] | None = None  # a list where times are to be recorded
+        self.begun = 0.0
         self.outbox = Outbox()
         self._forget()
 
@@ -124,16 +125,25 @@ class Runner:
     def _run(self, table: Table, micro_batches: Sequence[MicroBatch], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         self._forget()
         self.micro_batches, self.scale, self.running = micro_batches, scale, table
-        begin = time.perf_counter()
         for action in table.rows[self.rank]:
-            start = time.perf_counter()
             self._do(action)
-            if self.spans is not None:
-                self.spans.append(Span(self.rank, action, start - begin, time.perf_counter() - begin))
+            if self.spans is not None and action.kind in COMPUTE:
+                self.spans.append(Span(self.rank, action, self.begun, self._now()))
         self.outbox.flush()
         result = self.loss_sum, self.count
         self._forget()
         return result
+
+    def _now(self) -> float:
+        """The time of day, which ranks share, when the device has done what it was given; called only while times are recorded."""
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device.type).synchronize(self.device)
+        return time.time()
+
+    def _begin(self) -> None:
+        """Notes that a computation has all it needs and begins now."""
+        if self.spans is not None:
+            self.begun = self._now()
 
     def _do(self, action: Action) -> None:
         stage, key = self.table.stage(self.rank, action.chunk), (action.micro, action.chunk)
@@ -157,6 +167,7 @@ class Runner:
 
     def _forward(self, stage: int, key: Key) -> None:
         micro, received = self.micro_batches[key[0]], self._received(stage, key)
+        self._begin()
         mode = (stage, self.model.training, torch.is_grad_enabled())
         visit = Visit(stage, *self.cut.range(stage), received, self.chosen.get(mode))
         result = self._visit(visit, micro)
@@ -245,6 +256,7 @@ class Runner:
         if gradients is None:
             gradients = self._inbox(Action(Kind.RECV_BACKWARD, *key)).take(key) if flight.roots else []
         inputs = flight.received.learning if flight.received is not None else []
+        self._begin()
         if kind is Kind.INPUT and self.splits:
             flight.halves = Halves(flight.roots, gradients, inputs)
             with self.hooks.backward(stage, kind, self._slope(key)):
@@ -259,6 +271,7 @@ class Runner:
             del self.flights[key]
 
     def _weight(self, stage: int, key: Key) -> None:
+        self._begin()
         flight = self.flights.get(key)
         if flight is None or flight.halves is None:
             return  # it ran whole

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from phalanx.errors import PlanError
+from phalanx.parallel.pipeline.balance import LayerCosts
 from phalanx.parallel.pipeline.messages import add_messages
 from phalanx.parallel.pipeline.schedules import make_table
 from phalanx.parallel.pipeline.simulate import Costs, Timeline, peaks, ready_at, simulate
@@ -45,6 +46,15 @@ def auto_schedule(costs: CutCosts, num_ranks: int, num_micro: int, limits: Limit
     step_s, table, cut = min(fitting, key=lambda found: found[0])
     table = _exchange_neighbours(table, cut, limits, step_s, tries, random.Random(seed))
     return add_messages(replace(table, name="auto-schedule"))
+
+
+def plan_table(schedule: str, interleaved: int, num_ranks: int, num_micro: int, num_chunks: int, layers: LayerCosts) -> Table:
+    """The table of a plan's schedule; `auto-schedule` may hold what `num_ranks` whole micro-batches do, as the other ones do."""
+    if schedule != "auto-schedule":
+        return make_table("interleaved" if interleaved > 1 else schedule, num_ranks, num_micro, num_chunks)
+    whole = layers.cut(num_ranks)
+    limits = None if whole is None else [num_ranks * max(whole.activation_bytes)] * num_ranks
+    return auto_schedule(layers.cut, num_ranks, num_micro, limits)
 
 
 def known_tables(costs: CutCosts, num_ranks: int, num_micro: int) -> Iterator[tuple[Table, Costs]]:

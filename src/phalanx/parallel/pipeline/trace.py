@@ -1,0 +1,64 @@
+"""The recorded times of a real step: as a timeline beside the simulated one, and as the costs of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from phalanx.errors import ConfigError
+from phalanx.parallel.pipeline.simulate import Costs, Span, Timeline, peaks, simulate
+from phalanx.parallel.pipeline.table import COMPUTE, Action, Kind, Table
+
+
+def timeline_of(table: Table, spans: Iterable[Span]) -> Timeline:
+    """The timeline of recorded spans, from the first one's start."""
+    spans = [span for span in spans if span.action.kind in COMPUTE]
+    if not spans:
+        raise ConfigError("no times of a pipeline were recorded")
+    begin = min(span.start for span in spans)
+    moved = tuple(Span(span.rank, span.action, span.start - begin, span.stop - begin) for span in spans)
+    busy = [sum(span.stop - span.start for span in moved if span.rank == rank) for rank in range(table.num_ranks)]
+    held = peaks(table, Costs.equal(table.num_stages))
+    return Timeline(step_s=max(span.stop for span in moved), busy_s=tuple(busy), peaks=tuple(held), spans=moved)
+
+
+def costs_of(table: Table, spans: Iterable[Span]) -> Costs:
+    """The mean times of each stage. A whole backward counts as two equal halves; messages as taking no time."""
+    found: dict[tuple[Kind, int], list[float]] = {}
+    for span in spans:
+        stage = table.stage(span.rank, span.action.chunk)
+        kinds = (Kind.INPUT, Kind.WEIGHT) if span.action.kind is Kind.BACKWARD else (span.action.kind,)
+        for kind in kinds:
+            found.setdefault((kind, stage), []).append((span.stop - span.start) / len(kinds))
+    mean = lambda kind, stage: sum(times) / len(times) if (times := found.get((kind, stage))) else 0.0  # noqa: E731
+    columns = {
+        name: tuple(mean(kind, stage) for stage in range(table.num_stages))
+        for name, kind in (("forward", Kind.FORWARD), ("input", Kind.INPUT), ("weight", Kind.WEIGHT))
+    }
+    return Costs(**columns)
+
+
+def simulated_beside(table: Table, spans: Sequence[Span]) -> tuple[Timeline, Timeline]:
+    """The step as it was, and as it would be with its own mean times and no time for messages."""
+    return timeline_of(table, spans), simulate(table, costs_of(table, spans))
+
+
+def to_record(table: Table, spans: Iterable[Span]) -> dict[str, Any]:
+    """A table and its times as plain values, for an event."""
+    return {
+        "schedule": table.name,
+        "num_ranks": table.num_ranks,
+        "num_micro": table.num_micro,
+        "num_chunks": table.num_chunks,
+        "turns": table.turns,
+        "spans": [[span.rank, str(span.action.kind), span.action.micro, span.action.chunk, span.start, span.stop] for span in spans],
+    }
+
+
+def from_record(record: Mapping[str, Any]) -> tuple[Table, list[Span]]:
+    """The inverse of `to_record`: rows hold the computations alone, in the order in which they ran."""
+    spans = [Span(rank, Action(Kind(kind), micro, chunk), start, stop) for rank, kind, micro, chunk, start, stop in record["spans"]]
+    sizes = {name: record[name] for name in ("num_ranks", "num_micro", "num_chunks", "turns")}
+    table = Table(name=record["schedule"], **sizes)
+    rows = [[span.action for span in sorted(spans, key=lambda span: span.start) if span.rank == rank] for rank in range(table.num_ranks)]
+    return table.with_rows(rows), spans
