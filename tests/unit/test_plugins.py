@@ -44,11 +44,10 @@ def test_a_plugin_is_a_preset_of_a_plan(plugin, text):
     assert text == str(plugin().plan)
 
 
-def test_the_gemini_call_of_the_field_constructs_and_says_when_used_what_would_work():
+def test_the_gemini_call_of_the_field_says_budgets():
     plugin = GeminiPlugin(max_memory={0: "30GB", "cpu": "60GB"})
     assert plugin.plan.budgets == Budgets(device=30 * 10**9, host=60 * 10**9)
-    with pytest.raises(PlanError, match=r"gemini has not landed\. Try: zero3"):
-        plugin.plan.require(None, 1)
+    plugin.plan.require(None, 1)
 
 
 def test_gemini_budgets():

@@ -21,6 +21,7 @@ from phalanx.booster.result import Result
 from phalanx.booster.sequences import SplitSequences, num_key_heads
 from phalanx.booster.stages import Stages
 from phalanx.booster.start import StartState
+from phalanx.booster.tiers import tier_sizes
 from phalanx.booster.training import Training, to_device
 from phalanx.cluster import comm, device, launch
 from phalanx.cluster.mesh import Mesh
@@ -29,6 +30,8 @@ from phalanx.data import boost_loader, first_batch
 from phalanx.errors import ConfigError
 from phalanx.memory import StateEngine
 from phalanx.memory.axes import StateAxes
+from phalanx.memory.gemini import Gemini
+from phalanx.optim.elementwise import elementwise_state
 from phalanx.optim.scale import LossScale
 from phalanx.parallel.expert.load import LayerLoad
 from phalanx.parallel.expert.routing import Routing
@@ -36,6 +39,7 @@ from phalanx.parallel.pipeline.sample import watchable_forward
 from phalanx.parallel.pipeline.trace import to_record
 from phalanx.parallel.sequence import Grid
 from phalanx.plan import Plan
+from phalanx.plan.fields import Budgets
 from phalanx.precision import Precision
 
 START_SCALE = 65536.0
@@ -106,7 +110,7 @@ class Booster:
         for run in PASSES:
             model = run(model, context)
         objective.loss_alone = context.loss_alone
-        engine = self._make_engine(model, context, start)
+        engine = self._make_engine(model, context, start, optimizer)
         training = Training(
             model,
             engine,
@@ -154,7 +158,7 @@ class Booster:
         place = lambda batch: to_device(batch, self.world.device)  # noqa: E731
         return SplitSequences(model, Grid(ring, ulysses), objective.own, place, uses_own_loss=objective.criterion is None)
 
-    def _make_engine(self, model: nn.Module, context: Context, start: StartState) -> Any:
+    def _make_engine(self, model: nn.Module, context: Context, start: StartState, optimizer: torch.optim.Optimizer | None) -> Any:
         blocks = context.stages.blocks if context.stages is not None else layer_stacks(model)
         data, stage, group = context.roles.data, self.plan.zero, self.plan.zero_group
         if self.plan.fsdp and data.size > 1:  # one rank has nothing to shard, whoever does it
@@ -173,7 +177,15 @@ class Booster:
             device=self.world.device,
             placements=context.placements,
             fill=start.fill,
+            tiers=self._make_tiers(optimizer),
         )
+
+    def _make_tiers(self, optimizer: torch.optim.Optimizer | None) -> Gemini | None:
+        if not self.plan.gemini:
+            return None
+        sizes = tier_sizes(self.plan.budgets or Budgets(), self.device, self.world.local_size)
+        moments = elementwise_state(optimizer) if optimizer is not None else []
+        return Gemini(sizes, self.world.device, moments)
 
     def _make_scale(self) -> LossScale:
         options = dict(getattr(self.plugin, "scaler", None) or {})
@@ -184,7 +196,8 @@ class Booster:
     def _wrap_generate(self, model: nn.Module, engine: StateEngine) -> None:
         """Generation runs on whole parameters: ranks may then run different numbers of passes."""
         generate = getattr(model, "generate", None)
-        if generate is None or not engine.policy.parameter:
+        alone = engine.tiers is not None and engine.axes.shards.size == 1  # units come and go as the one rank asks for them
+        if generate is None or not engine.policy.parameter or alone:
             return
 
         def gathered_generate(*args: Any, **kwargs: Any) -> Any:

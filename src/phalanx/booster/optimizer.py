@@ -163,4 +163,4 @@ def move_to_shards(optimizer: Optimizer, engine: StateEngine, names_of: Mapping[
 def _cut(value: Any, chunk: Any, slot: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.shape != slot.logical_shape:
         return value
-    return chunk.cut(slot, value).to(chunk.device, copy=True)
+    return chunk.cut(slot, value).to(slot.shard.device, copy=True)

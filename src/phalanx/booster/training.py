@@ -26,7 +26,7 @@ from phalanx.errors import ConfigError, ShapeError
 from phalanx.layout import Range, split_range
 from phalanx.memory import StateEngine
 from phalanx.memory.reduction import backward_outside
-from phalanx.optim.elementwise import refuse_closure, require_elementwise
+from phalanx.optim.elementwise import refuse_closure, require_elementwise, require_separable
 from phalanx.optim.norm import clip_factor, local_power, norm_from_power
 from phalanx.optim.scale import LossScale
 from phalanx.parallel.expert.mixture import Mixture
@@ -96,6 +96,9 @@ class Training:
         refuse_closure(optimizer)
         if self.engine.policy.optimizer:
             require_elementwise(optimizer)
+        if self.engine.tiers is not None:
+            require_separable(optimizer)
+            self.engine.tiers.optimizer_state = optimizer.state
         self.group_names = move_to_shards(optimizer, self.engine, self.model_names.of)
         use_fused_kernels(optimizer)
         self.optimizer = BoostedOptimizer(optimizer, lambda: self.step(advance=False), self.clear)
@@ -114,7 +117,10 @@ class Training:
         if self.runner is not None:
             self._through_stages(batch, self.runner)
             return
+        if self.engine.tiers is not None:
+            self.engine.prepare(self._largest_pass(batch), self.num_passes, lambda rows: self.objective(self.model, rows)[0])
         for number, (rows, weight) in enumerate(self._passes(batch, self.num_passes)):
+            self.engine.begin_pass(number)
             self.share.weight = weight
             last = number == self.num_passes - 1
             with self._placed(rows) as part:
@@ -193,6 +199,12 @@ class Training:
             return start, stop
         first, last = split_range(stop - start, self.cut.size, self.cut.index)
         return start + first, start + last
+
+    def _largest_pass(self, batch: Any) -> Any:
+        total = self.num_rows(batch)
+        if not total:
+            return self._spare_or_raise(spare_row(batch))
+        return self.rows(batch, 0, -(-total // self.num_passes), total)
 
     def _spare_or_raise(self, spare: Any) -> Any:
         spare = self.spare if spare is None else spare
@@ -329,9 +341,8 @@ class Training:
 
     def _update(self, factor: float) -> None:
         assert self.optimizer is not None
-        self.engine.expose_gradients()
-        step_scaled(self.optimizer.inner, factor)
-        self.engine.publish()
+        inner = self.optimizer.inner
+        self.engine.update(inner, lambda: step_scaled(inner, factor))
         if self.mixture is not None:
             self.mixture.after_step()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -102,7 +103,12 @@ class Chunk:
         self.gradient: torch.Tensor | None = None
         self.reduced: torch.Tensor | None = None
         self.is_reduced = False  # what the buffers hold is the sum over ranks
-        self.full = torch.empty(self.num_elements, dtype=dtypes.compute, device=device)
+        self.full = self.compute_shard = self.master = torch.empty(0, dtype=dtypes.compute, device=device)
+        self.shards: list[Slot] = []
+
+    def allocate(self) -> None:
+        """Makes the memory of the parameters and of what the optimizer updates, for `adopt` to fill."""
+        self.full = torch.empty(self.num_elements, dtype=self.dtypes.compute, device=self.device)
         self.compute_shard = self._new_compute_shard()
         self.master = self._new_master()
         self.shards = list(self._make_shards())
@@ -178,6 +184,11 @@ class Chunk:
         return one_rank and self.dtypes.master == self.dtypes.compute == self.dtypes.gradient
 
     @property
+    def is_lost_by_loading(self) -> bool:
+        """Whether values written into the model's own tensors would not reach what the optimizer updates."""
+        return self.policy.parameter or self.dtypes.has_master
+
+    @property
     def bytes_per_gather(self) -> int:
         return self.num_elements * self.dtypes.compute.itemsize
 
@@ -248,6 +259,10 @@ class Chunk:
         if self.pending_gather is not None:
             self.pending_gather.wait()
             self.pending_gather = None
+        self.hide()
+
+    def hide(self) -> None:
+        """Drops the gathered parameters, and shows NaN in their place."""
         self.is_gathered = False
         for slot in self.slots:
             slot.parameter.data = self._placeholder(slot)
@@ -294,7 +309,7 @@ class Chunk:
     def add_gradient(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Adds one pass's gradient of one parameter to the local sum."""
         if self.gradient is None:
-            self.gradient = torch.empty(self.num_elements, dtype=self.dtypes.gradient, device=self.device)
+            self.gradient = self._new_gradient()
         place = slot.view(self.gradient)
         if slot.written:
             place.add_(gradient.to(place.dtype))  # an add over mixed dtypes is several times slower than a cast and an add
@@ -303,10 +318,17 @@ class Chunk:
             slot.written = True
         slot.used = True
 
+    def _new_gradient(self) -> torch.Tensor:
+        return torch.empty(self.num_elements, dtype=self.dtypes.gradient, device=self.device)
+
+    def gradient_at_hand(self) -> AbstractContextManager[None]:
+        """The summed gradient in memory while inside, wherever it lives."""
+        return nullcontext()
+
     def _complete_gradient(self) -> torch.Tensor:
         """The local gradient with zeros for what no pass has reached."""
         if self.gradient is None:
-            self.gradient = torch.zeros(self.num_elements, dtype=self.dtypes.gradient, device=self.device)
+            self.gradient = self._new_gradient()
         for slot in self.slots:
             if not slot.written:
                 slot.view(self.gradient).zero_()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,10 +21,12 @@ from phalanx.layout import Piece
 from phalanx.memory.assemble import assemble
 from phalanx.memory.axes import StateAxes
 from phalanx.memory.chunk import Chunk, Slot, as_real
-from phalanx.memory.partition import Unit, by_kind, find_units
+from phalanx.memory.gemini import Gemini
+from phalanx.memory.partition import Unit, by_kind, find_units, order_of_completion
 from phalanx.memory.policy import ZERO, Policy
-from phalanx.memory.reduction import GradientReducer, sparse_gradient
+from phalanx.memory.reduction import IN_FLIGHT, GradientReducer, sparse_gradient
 from phalanx.memory.stream import ParameterStream
+from phalanx.memory.tiered import TieredChunk
 from phalanx.precision import DTypes, Precision
 
 FillParameters = Callable[[Callable[[str, torch.Tensor], None]], None]
@@ -49,14 +52,19 @@ class StateEngine:
         device: torch.device,
         placements: Placements,
         fill: FillParameters | None = None,
+        tiers: Gemini | None = None,
     ):
         self.model, self.device, self.precision, self.world, self.placements = model, device, precision, world, placements
-        self.stage, self.axes_of, self.axes = stage, axes_of, axes_of(None)
+        self.stage, self.axes_of, self.axes, self.tiers = stage, axes_of, axes_of(None), tiers
         self.policy = self._policy(self.axes)
         self.units = find_units(model, blocks, placements)
         for unit in self.units:
-            self._make_chunks(unit, lazy=fill is not None)
+            self._make_chunks(unit)
         self.chunks = [chunk for unit in self.units for chunk in unit.chunks]
+        if tiers is not None:
+            tiers.settle(self.chunks)
+        for chunk in self.chunks:
+            self._take_over(chunk, lazy=fill is not None)
         self.slots = [(chunk, slot) for chunk in self.chunks for slot in chunk.slots]
         self.by_name = {slot.name: (chunk, slot) for chunk, slot in self.slots}
         if fill is not None:
@@ -64,7 +72,9 @@ class StateEngine:
             for slot in (slot for _, slot in self.slots):
                 for module, attribute in slot.owners:
                     module._parameters[attribute] = slot.parameter
-        self.reducer = GradientReducer(self.chunks)
+        self.reducer = GradientReducer(
+            order_of_completion(self.units), in_flight=0 if tiers is not None and self.axes.shards.size == 1 else IN_FLIGHT
+        )
         self.stream: ParameterStream | None = None
         if self.policy.parameter:
             self.stream = ParameterStream(model, self.units, self.axes.shards)
@@ -76,9 +86,9 @@ class StateEngine:
     # -- construction --------------------------------------------------------------------------------------------------
 
     def _policy(self, axes: StateAxes) -> Policy:
-        return ZERO[self.stage if axes.shards.size > 1 else 0]
+        return ZERO[self.stage if axes.shards.size > 1 or self.tiers is not None else 0]
 
-    def _make_chunks(self, unit: Unit, lazy: bool) -> None:
+    def _make_chunks(self, unit: Unit) -> None:
         kind_of = lambda slot: self.precision.for_parameter(slot.parameter.dtype)  # noqa: E731
         for number, (dtypes, slots) in enumerate(by_kind(unit, kind_of)):
             name = unit.name if number == 0 else f"{unit.name}#{number}"
@@ -86,21 +96,24 @@ class StateEngine:
             policy = self._policy(axes)
             if unit.stays and policy.parameter:
                 policy = ZERO[2]
-            unit.chunks.append(self._make_chunk(name, slots, dtypes, policy, axes, lazy))
+            if self.tiers is not None:
+                unit.chunks.append(TieredChunk(name, slots, dtypes, policy, axes, self.device, self.tiers))
+            else:
+                unit.chunks.append(Chunk(name, slots, dtypes, policy, axes, self.device))
 
-    def _make_chunk(self, name: str, slots: list[Slot], dtypes: DTypes, policy: Policy, axes: StateAxes, lazy: bool) -> Chunk:
+    def _take_over(self, chunk: Chunk, lazy: bool) -> None:
+        """Gives a chunk its memory, and the values of the person's parameters where there are some; theirs is then free."""
         if lazy:
-            for slot in slots:
-                self._give_memory(slot, dtypes)
-        chunk = Chunk(name, slots, dtypes, policy, axes, self.device)
+            for slot in chunk.slots:
+                self._give_memory(slot, chunk.dtypes)
+        chunk.allocate()
         if not lazy:
-            for slot in slots:
+            for slot in chunk.slots:
                 chunk.adopt(slot, slot.parameter.data.to(self.device))
-        if not lazy or not policy.parameter:
+        if chunk.policy.parameter:
+            chunk.hide()
+        else:
             chunk.bind()
-        if policy.parameter:
-            chunk.release()
-        return chunk
 
     def _give_memory(self, slot: Slot, dtypes: DTypes) -> None:
         """Makes a parameter of this device for one without memory, whose place in the model it takes once it has values."""
@@ -191,7 +204,8 @@ class StateEngine:
         """Flat parts of the summed gradient, such that over all ranks each logical element comes exactly once."""
         for chunk in self.chunks:
             if chunk.is_trainable:
-                yield from self._counted_parts(chunk)
+                with chunk.gradient_at_hand():
+                    yield from self._counted_parts(chunk)
 
     def _counted_parts(self, chunk: Chunk) -> Iterator[torch.Tensor]:
         for slot in chunk.slots:
@@ -202,11 +216,26 @@ class StateEngine:
                 gradient = chunk.gradient_view(slot)
                 yield gradient if chunk.policy.optimizer else gradient.reshape(-1)[first:last]
 
-    def expose_gradients(self) -> None:
+    def update(self, optimizer: torch.optim.Optimizer, step: Callable[[], None]) -> None:
+        """Runs the optimizer's `step` on this rank's shards with their gradients, and makes the updates visible to the model."""
         self._require_let_go()
+        if self.tiers is not None:
+            self.tiers.update(optimizer, step)
+            return
         for chunk in self.chunks:
             if chunk.is_trainable:
                 chunk.expose_gradients()
+        step()
+        self.publish()
+
+    def prepare(self, rows: Any, passes: int, loss_of: Callable[[Any], torch.Tensor]) -> None:
+        """Before the passes of a step, of which `rows` are the largest: plans its moves, where the state lives in tiers."""
+        if self.tiers is not None and self.stream is not None:
+            self.tiers.prepare(self.model, self.units, self.stream, rows, passes, loss_of, self.axes.shards)
+
+    def begin_pass(self, number: int) -> None:
+        if self.tiers is not None:
+            self.tiers.begin_pass(number)
 
     def publish(self) -> None:
         """Makes the optimizer's updates visible to the model."""
@@ -266,6 +295,8 @@ class StateEngine:
 
     def publish_all(self) -> None:
         """Like `publish`, for frozen parameters too: after masters were changed from outside."""
+        if self.tiers is not None:
+            self.tiers.restore()
         for chunk in self.chunks:
             pending = chunk.publish()
             if pending is not None:
@@ -302,7 +333,7 @@ class StateEngine:
         return chunk.counts(slot) and (chunk.policy.optimizer or chunk.axis.index == 0)
 
     def _refuse_lost_load(self, module: nn.Module, *_: object) -> None:
-        if any(_is_lost_by_loading(chunk) for chunk in self.chunks):
+        if any(chunk.is_lost_by_loading for chunk in self.chunks):
             raise ConfigError(
                 "model.load_state_dict() would not last: the optimizer updates copies that it does not reach",
                 allowed="booster.load_model(path), booster.load(path), or load_state_dict before boost",
@@ -312,11 +343,6 @@ class StateEngine:
     def _refuse_sharded_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self.stream is not None and not self.stream.held:
             raise sharded_state_dict()
-
-
-def _is_lost_by_loading(chunk: Chunk) -> bool:
-    """Whether values written into the model's own tensors would not reach what the optimizer updates."""
-    return chunk.policy.parameter or chunk.dtypes.has_master
 
 
 def broadcast_from_first(value: torch.Tensor, axis: Axis) -> torch.Tensor:

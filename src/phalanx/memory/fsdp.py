@@ -53,6 +53,7 @@ class FsdpEngine:
     """
 
     policy = ZERO[3]
+    tiers = None
 
     def __init__(
         self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], *, precision: Precision, axis: Axis, device: torch.device
@@ -206,10 +207,15 @@ class FsdpEngine:
         parts = (self._gradient(slot) for _, slot in self.shards())
         return (part for part in parts if part is not None)
 
-    def expose_gradients(self) -> None:
-        """Sets `.grad` of what the optimizer holds, for the parameters that got a gradient on any rank."""
+    def update(self, optimizer: torch.optim.Optimizer, step: Callable[[], None]) -> None:
+        """Runs the optimizer's `step` on this rank's shards, of the parameters that got a gradient on any rank."""
         for _, slot in self.shards():
             slot.shard.grad = self._gradient(slot)  # type: ignore[union-attr]
+        step()
+        self.publish()
+
+    def begin_pass(self, number: int) -> None:
+        return None
 
     def publish(self) -> None:
         """Makes updates of the shards visible to the model: whatever is still gathered is gathered anew."""

@@ -97,6 +97,14 @@ def _absorb_small_parts(units: dict[object, Unit], rest: Unit) -> None:
             rest.slots.remove(slot)
 
 
+def order_of_completion(units: Sequence[Unit]) -> list[Chunk]:
+    """All chunks such that in reverse they are complete in a backward as early as can be foreseen.
+
+    What stays gathered is read all over a pass, so it is complete last; in any other place the rest would wait for it.
+    """
+    return [chunk for unit in sorted(units, key=lambda unit: not unit.stays) for chunk in unit.chunks]
+
+
 def by_kind(unit: Unit, kind_of) -> Iterator[tuple[object, list[Slot]]]:
     """A unit's slots in groups that can share one flat tensor: the same dtypes and ranks, and all trainable or all frozen."""
     groups: dict[tuple[object, ...], list[Slot]] = {}

@@ -16,13 +16,13 @@ IN_FLIGHT = 1  # reductions that run beside the backward; more would hold more g
 class GradientReducer:
     """Watches gradients arrive, and reduces each chunk as soon as it is complete.
 
-    Reductions are issued in reverse order of execution, whatever order gradients arrive in; a chunk that is ready early waits for
+    Reductions are issued in reverse order of the chunks given, whatever order gradients arrive in; a chunk that is ready early waits for
     the ones before it, and at the end of the backward the rest is issued with zeros for what was not reached. So all ranks issue
     the same sequence, even where one of them ran a module that another did not.
     """
 
-    def __init__(self, chunks: Sequence[Chunk]):
-        self.chunks = list(reversed(chunks))
+    def __init__(self, chunks: Sequence[Chunk], in_flight: int = IN_FLIGHT):
+        self.chunks, self.most_in_flight = list(reversed(chunks)), in_flight
         self.hooks = [self._watch(chunk, slot) for chunk in self.chunks for slot in chunk.slots if slot.can_learn and not chunk.is_natural]
         self.in_backward = False
         self.synchronise = True
@@ -90,7 +90,7 @@ class GradientReducer:
     def _issue(self, chunk: Chunk) -> None:
         self.issued.add(id(chunk))
         self.in_flight.append((chunk, chunk.start_reduce()))
-        while len(self.in_flight) > IN_FLIGHT:
+        while len(self.in_flight) > self.most_in_flight:
             self._land()
 
     def _land(self) -> None:

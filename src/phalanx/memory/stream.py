@@ -67,14 +67,13 @@ class ParameterStream:
     Cost: two gathers of each unit's parameters per pass (forward, backward); at most two units are gathered at a time.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], axis: Axis):
+    def __init__(self, model: nn.Module, units: Sequence[Unit], axis: Axis, name: str = ""):
         self.units = [unit for unit in units if not unit.stays]
         self.axis = axis
         self.model = model
         self.depth = 0
         self.held = 0
-        number = next(_numbers)  # ranks boost models in the same order, so they agree about each model's number
-        self.name = f"model {number}"
+        self.name = name or f"model {next(_numbers)}"  # ranks boost models in the same order, so they agree about each number
         self.part = ""  # which part of the model runs; each has an order of its own
         self.traces: dict[str, Trace] = {}
         self.in_backward = False
@@ -102,6 +101,22 @@ class ParameterStream:
     @property
     def backward(self) -> Trace:
         return self._trace("backward")
+
+    def follow(self, forward: Sequence[int], backward: Sequence[int], read_outside: Sequence[Chunk]) -> None:
+        """Takes orders that all ranks know already, as after a first pass."""
+        for direction, order in (("forward", forward), ("backward", backward)):
+            trace = self._trace(direction)
+            trace.order, trace.number = list(order), 1
+        self.pinned = list(read_outside)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Takes no part in what the model does inside."""
+        self.held += 1
+        try:
+            yield
+        finally:
+            self.held -= 1
 
     # -- forward -------------------------------------------------------------------------------------------------------
 

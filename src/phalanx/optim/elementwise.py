@@ -46,6 +46,38 @@ def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return True
 
 
+def require_separable(optimizer: torch.optim.Optimizer) -> None:
+    """Runs an optimizer of the same kind on all of its parameters at once, and on one after another, as tiers of memory need it.
+
+    Raises: ConfigError where the results differ: it keeps something that all parameters share, such as a count of its own steps.
+    """
+    with _disable_current_modes():
+        draws = torch.randn(STEPS + 1, NUMEL, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        parts = [draws[:, :HALF], draws[:, HALF:]]
+        together, apart = _run(optimizer, parts), _run(optimizer, parts, one_by_one=True)
+    if not all(torch.equal(a, b) for pair in zip(together, apart, strict=True) for a, b in zip(*pair, strict=True)):
+        raise ConfigError(
+            f"{type(optimizer).__name__} cannot update some parameters before others: its step changes something that all share",
+            allowed="optimizers whose state belongs to each parameter (SGD, Adam, AdamW, RMSprop, Adagrad, Lion, ...)",
+            remedy="AdamW, or zero3",
+        )
+
+
+def elementwise_state(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.dtype | None]]:
+    """What the optimizer keeps for each element of a parameter: keys with their dtype, None where it is that of the parameter."""
+    found: dict[str, torch.dtype | None] = {}
+    with _disable_current_modes():
+        for settings in _distinct_settings(optimizer):
+            parameter = nn.Parameter(torch.ones(2, dtype=torch.float64))
+            twin = _twin(optimizer, [{**settings, "params": [parameter]}])
+            parameter.grad = torch.ones_like(parameter)
+            twin.step()
+            for key, value in twin.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    found[key] = None if value.dtype == parameter.dtype else value.dtype
+    return sorted(found.items())
+
+
 def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
     """An optimizer that evaluates the loss itself would run passes whose gradients nobody sums over ranks.
 
@@ -69,7 +101,7 @@ def _refusal(kind: type, why: str) -> ConfigError:
     )
 
 
-def _run(optimizer: torch.optim.Optimizer, draws: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _run(optimizer: torch.optim.Optimizer, draws: list[torch.Tensor], one_by_one: bool = False) -> list[list[torch.Tensor]]:
     """For each set of settings, what becomes of parameters that begin as draw[0] and get the gradients draw[1:], flat."""
     settings = _distinct_settings(optimizer)
     groups = [{**each, "params": [nn.Parameter(draw[0].clone()) for draw in draws]} for each in settings]
@@ -79,8 +111,19 @@ def _run(optimizer: torch.optim.Optimizer, draws: list[torch.Tensor]) -> list[li
             for group in groups:
                 for parameter, draw in zip(group["params"], draws, strict=True):
                     parameter.grad = draw[step].clone()
-            twin.step()
+            for number in range(len(draws)) if one_by_one else [slice(None)]:
+                _step_some(twin, number)
     return [[parameter.detach().reshape(-1) for parameter in group["params"]] for group in groups]
+
+
+def _step_some(twin: torch.optim.Optimizer, chosen: int | slice) -> None:
+    """A step with some of each group's parameters, those at the same places."""
+    all_ = [group["params"] for group in twin.param_groups]
+    for group, parameters in zip(twin.param_groups, all_, strict=True):
+        group["params"] = parameters[chosen] if isinstance(chosen, slice) else [parameters[chosen]]
+    twin.step()
+    for group, parameters in zip(twin.param_groups, all_, strict=True):
+        group["params"] = parameters
 
 
 def _distinct_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -19,10 +19,11 @@ def local_power(parts: Iterable[torch.Tensor], norm_type: float, device: torch.d
 
     Cost: one read of the gradients; no host synchronisation.
     """
-    parts = [part for part in parts if part.numel()]
-    if not parts:
+    # One part at a time: what lives below the device is there only while it is asked for.
+    each = [torch.linalg.vector_norm(part, norm_type).double().to(device) for part in parts if part.numel()]
+    if not each:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack([torch.linalg.vector_norm(part, norm_type).double() for part in parts])
+    norms = torch.stack(each)
     if math.isinf(norm_type):
         return norms.max().nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum over ranks may lose what is not a number
     return norms.pow(norm_type).sum()

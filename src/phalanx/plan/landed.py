@@ -19,6 +19,7 @@ LANDED = frozenset(
         "zero",
         "zero:group",
         "fsdp",
+        "gemini",
         "bf16",
         "fp16",
         "recompute",
@@ -39,7 +40,6 @@ LANDED = frozenset(
 INSTEAD = {
     "tp": "zero3, which divides the parameters as well",
     "pp": "zero3, which divides the parameters as well",
-    "gemini": "zero3",
     "offload": "zero3",
     "fp8": "bf16",
 }
@@ -51,3 +51,6 @@ def not_landed(plan: PlanFields) -> Iterator[PlanError]:
         if strategy not in LANDED:
             remedy = INSTEAD.get(strategy.split(":")[0], f"leave {term} out")
             yield PlanError(f"{term} has not landed", remedy=remedy)
+    for name in ("tp", "pp", "cp", "ep") if plan.gemini else ():
+        if (size := getattr(plan, name)) > 1:
+            yield PlanError(f"gemini with {name}{size} has not landed", allowed="gemini over data ranks", remedy=f"zero3+{name}{size}")
