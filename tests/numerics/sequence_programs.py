@@ -20,7 +20,7 @@ class Attention(nn.Module):
         self.kind = kind
         self.inward, self.outward = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x):
+    def forward(self, x, shown=None):
         rows, tokens, _ = x.shape
         q, k, v = (part.view(rows, tokens, HEADS, -1).transpose(1, 2) for part in self.inward(x).chunk(3, -1))
         if self.kind == "softmax":
@@ -28,6 +28,8 @@ class Attention(nn.Module):
             out = torch.softmax(scores, -1) @ v
         elif self.kind == "mask":
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(tokens, tokens, dtype=torch.bool).tril())
+        elif self.kind == "encoder":
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=shown[:, None, None, :])
         else:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.outward(out.transpose(1, 2).reshape(rows, tokens, -1))
@@ -40,8 +42,8 @@ class Block(nn.Module):
         self.second, self.wide, self.narrow = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.convolution = nn.Conv1d(WIDTH, WIDTH, 3, padding=1) if kind == "convolution" else None
 
-    def forward(self, x):
-        x = x + self.attention(self.norm(x))
+    def forward(self, x, shown=None):
+        x = x + self.attention(self.norm(x), shown)
         if self.convolution is not None:
             x = x + self.convolution(x.mT).mT
         return x + self.narrow(F.gelu(self.wide(self.second(x))))
@@ -66,7 +68,7 @@ class Transformer(nn.Module):
         else:
             x = x + self.positions(torch.arange(0, ids.shape[1], device=ids.device))
         for block in self.blocks:
-            x = block(x)
+            x = block(x, ids != 0)
         if self.recurrent is not None:
             x = x + self.recurrent(x)[0]
         if self.kind == "pooled":
@@ -84,6 +86,12 @@ def own_batch(step):
     ids = draw(step, ROWS, LENGTH + 1)
     ends = torch.tensor([[LENGTH], [LENGTH // 2], [2]])
     return ids[:, :-1], ids[:, 1:].masked_fill(torch.arange(LENGTH)[None] >= ends, -100)
+
+
+def padded_own_batch(step):
+    """Ids that are 0 at the end of a row, where the model's own mask hides them."""
+    ids, labels = own_batch(step)
+    return ids.masked_fill(torch.arange(LENGTH)[None] > torch.tensor([[LENGTH], [LENGTH // 2], [2]]), 0), labels
 
 
 def sum_and_count(logits, labels):
@@ -107,6 +115,10 @@ def own_plain():
 def own_loss():
     """The model's own loss: a mean over targets that its forward takes as its second argument."""
     return Transformer(), own_batch
+
+
+def own_encoder():
+    return Transformer("encoder"), sum_and_count, padded_own_batch
 
 
 def own_softmax():

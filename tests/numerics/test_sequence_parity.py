@@ -29,6 +29,7 @@ COVER = [
     ("own_plain", "ring2"),
     ("own_plain", "recompute+zero3+ulysses2"),
     ("own_loss", "cp2"),
+    ("own_encoder", "ulysses2+ring2"),
     ("llama_packed", "ring2"),
     ("llama_packed", "ulysses2+ring2"),
     ("gemma2_packed", "ring3"),

@@ -46,6 +46,7 @@ CASES = (
     Case("bidirectional", after=None),
     Case("grouped heads", heads=6, groups=2),
     Case("one key head", heads=5, groups=1, after=None),
+    Case("fewer heads than ranks", heads=2, groups=1, after=None),
     Case("large logits", logits=30.0),
     Case("large logits, bidirectional", logits=30.0, after=None, groups=2),
     Case("documents", documents=DOCUMENTS),

@@ -123,10 +123,12 @@ class AttentionSeam:
             return Seen(after=0) if is_causal else Seen()
         if isinstance(mask, torch.Tensor) and (told := self.told.get(mask.untyped_storage()._cdata)):
             return told[1]
+        if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[1:3] == (1, 1) and mask.dtype == torch.bool:
+            return Seen(shown=mask[:, 0, 0])
         shape = f" of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else ""
         raise PlanError(
             f"{name} calls attention with a mask{shape} that its forward made from its own part of the tokens",
-            allowed="is_causal, the masks that transformers makes, or attention_mask in the batch",
+            allowed="is_causal, masks of keys (rows, 1, 1, keys), the masks that transformers makes, or attention_mask in the batch",
             remedy="is_causal=True in place of a triangular mask",
         )
 

@@ -16,7 +16,9 @@ class Seen:
     """A query sees `before` places back and `after` places ahead (None: all; 0 ahead is causal), as far as nothing else hides them.
 
     `by_document`: it sees no other document of its row. `by_padding`: it sees nothing where the batch's attention mask is 0.
-    `dense` is a mask for whole rows that the program itself gave: true where a key is seen, or added to the scores.
+    `dense` is a mask for whole rows that the program itself gave: true where a key is seen, or added to the scores. `shown` says
+    which of the keys at hand are seen, by all queries alike.
+    Shapes: `dense` (B or 1, heads or 1, whole row, whole row), `shown` (B, keys at hand).
     """
 
     before: int | None = None
@@ -24,6 +26,7 @@ class Seen:
     by_document: bool = False
     by_padding: bool = False
     dense: torch.Tensor | None = None
+    shown: torch.Tensor | None = None
 
 
 def read_mask(function: Callable) -> Seen:

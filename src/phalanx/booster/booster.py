@@ -156,7 +156,14 @@ class Booster:
         ulysses_size, _ = self.plan.context_grid(num_key_heads(model))
         ring, ulysses = self.mesh.split(axis, ulysses_size, names=("ring", "ulysses"))
         place = lambda batch: to_device(batch, self.world.device)  # noqa: E731
-        return SplitSequences(model, Grid(ring, ulysses), objective.own, place, uses_own_loss=objective.criterion is None)
+        return SplitSequences(
+            model,
+            Grid(ring, ulysses),
+            objective.own,
+            place,
+            uses_own_loss=objective.criterion is None,
+            salt=self.mesh.index("tp"),
+        )
 
     def _make_engine(self, model: nn.Module, context: Context, start: StartState, optimizer: torch.optim.Optimizer | None) -> Any:
         blocks = context.stages.blocks if context.stages is not None else layer_stacks(model)

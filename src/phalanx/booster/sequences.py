@@ -15,6 +15,7 @@ from torch._guards import detect_fake_mode
 from torch.nn.functional import pad
 
 from phalanx.anatomy import AttentionCall, AttentionSeam, OwnLoss, Seen, length_dependent_positions, own_positions
+from phalanx.cluster import comm
 from phalanx.data import num_rows
 from phalanx.errors import PlanError, ShapeError
 from phalanx.kernels.attention import Form
@@ -52,10 +53,11 @@ class SplitSequences:
     """The cut of one model's sequences over a grid of ranks.
 
     `own` says how labels are counted, by the model itself or (`uses_own_loss` False) by a criterion; `place` puts a batch on the device.
+    `salt` differs between ranks that hold other heads, which drop other weights.
     """
 
-    def __init__(self, model: nn.Module, grid: Grid, own: OwnLoss, place: Callable[[Any], Any], *, uses_own_loss: bool):
-        self.model, self.grid, self.own, self.place, self.uses_own_loss = model, grid, own, place, uses_own_loss
+    def __init__(self, model: nn.Module, grid: Grid, own: OwnLoss, place: Callable[[Any], Any], *, uses_own_loss: bool, salt: int = 0):
+        self.model, self.grid, self.own, self.place, self.uses_own_loss, self.salt = model, grid, own, place, uses_own_loss, salt
         self.seam = AttentionSeam(model)
         accepted = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in accepted
@@ -87,10 +89,10 @@ class SplitSequences:
         length, rows = row_length(batch), num_rows(batch)
         self._refuse_length(length)
         cut = Cut(length, self.grid.ring.size, self.grid.ulysses.size)
-        real = cut.places(self.grid.ring.index, self.grid.ulysses.index)
-        places = real.clamp(max=length - 1)
+        indices = self.grid.ring.index, self.grid.ulysses.index
+        places, num_real = cut.places(*indices).clamp(max=length - 1), cut.num_real(*indices)
         num_extra = int(self.label_style == SHIFTED)
-        cutter = _Cutter(real[real < length], cut.local_length, rows, length, num_extra, self.own.ignored)
+        cutter = _Cutter(places[:num_real], cut.local_length, rows, length, num_extra, self.own.ignored)
         local = cutter.take(batch)
         if isinstance(batch, Mapping):
             local = dict(local)
@@ -104,7 +106,7 @@ class SplitSequences:
         documents, hidden = _documents(batch, length), _hidden(batch, length)
         reach = reach_of(documents, hidden, length)
         local, documents, hidden = self.place((local, documents, hidden))
-        return Part(local, Rows(cut, documents, hidden, reach), places, len(cutter.places), num_extra)
+        return Part(local, Rows(cut, documents, hidden, reach), places, num_real, num_extra)
 
     def whole(self, batch: Any) -> Any:
         """The whole rows, on the device, for a run without any cut."""
@@ -143,11 +145,32 @@ class SplitSequences:
         rows = replace(rows, documents=rows.documents if seen.by_document else None, hidden=rows.hidden if seen.by_padding else None)
         if rows.documents is None and rows.hidden is None:
             rows = replace(rows, reach=None)
-        seed = int(torch.randint(2**31, ())) if call.dropout and detect_fake_mode(call.q) is None else 0
+        if seen.shown is not None:
+            rows = replace(rows, hidden=self._whole_hidden(~seen.shown[:, :length], rows.cut), reach=None)
+        if seen.dense is not None and seen.dense.shape[1] not in (1, call.q.shape[1]):
+            raise PlanError(
+                f"a mask for {seen.dense.shape[1]} heads reaches {call.name}, of which this rank has {call.q.shape[1]} heads",
+                allowed="one mask for all heads where heads are divided",
+                remedy="a plan without tp",
+            )
+        seed = int(torch.randint(2**31, ())) + self.salt if call.dropout and detect_fake_mode(call.q) is None else 0
         form = Form(scale=call.scale, softcap=call.softcap, dropout=call.dropout, seed=seed, dense=seen.dense)
         q, k, v = (tensor[:, :, :length] for tensor in (call.q, call.k, call.v))
         out = attention(q, k, v, Sight(seen.before, seen.after), form, rows, self.grid)
         return pad(out, (0, 0, 0, part.num_extra)) if part.num_extra else out
+
+    def _whole_hidden(self, hidden: torch.Tensor, cut: Cut) -> torch.Tensor:
+        """Which tokens of whole rows are hidden, from what every rank says of its own. Shapes: (B, local) -> (B, length)."""
+        found = hidden.to(torch.uint8).contiguous()
+        for axis in (self.grid.ulysses, self.grid.ring):
+            everyone = found.new_empty((axis.size, *found.shape))
+            comm.all_gather(everyone, found, axis)
+            found = everyone
+        whole = found.new_empty((hidden.shape[0], cut.padded))
+        for ring_index in range(cut.ring):
+            for ulysses_index in range(cut.ulysses):
+                whole[:, cut.places(ring_index, ulysses_index).to(whole.device)] = found[ring_index, ulysses_index]
+        return whole[:, : cut.length].bool()
 
     # -- positions -----------------------------------------------------------------------------------------------------
 

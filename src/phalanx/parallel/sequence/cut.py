@@ -43,10 +43,18 @@ class Cut:
         first, second = (ring_index * chunk, (ring_index + 1) * chunk), (mirror * chunk, (mirror + 1) * chunk)
         return ((first[0], second[1]),) if first[1] == second[0] else (first, second)
 
-    def places(self, ring_index: int, ulysses_index: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """The places of one rank's tokens, ascending; those from `length` on are padding."""
+    def own(self, ring_index: int, ulysses_index: int) -> Tokens:
+        """One rank's tokens, padding included."""
         start = ulysses_index * self.local_length
-        return Tokens(self.part(ring_index)).take(slice(start, start + self.local_length)).places(torch.device(device))
+        return Tokens(self.part(ring_index)).take(slice(start, start + self.local_length))
+
+    def places(self, ring_index: int, ulysses_index: int) -> torch.Tensor:
+        """The places of one rank's tokens, ascending; those from `length` on are padding."""
+        return self.own(ring_index, ulysses_index).places(torch.device("cpu"))
+
+    def num_real(self, ring_index: int, ulysses_index: int) -> int:
+        """How many of one rank's tokens are tokens of the row; they come first."""
+        return self.own(ring_index, ulysses_index).numbers_within(0, self.length).stop
 
 
 @dataclass(frozen=True, eq=False)
