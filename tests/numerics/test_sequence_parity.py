@@ -26,6 +26,8 @@ COVER = [
     ("tiny-roberta", "ring2"),
     ("tiny-opt", "ulysses2"),
     ("tiny-olmoe", "dp2+ep2+ring2"),
+    ("tiny-llama", "tp2+sp+ulysses2"),
+    ("tiny-gemma2", "tp2+ring2"),
     ("own_plain", "ring2"),
     ("own_plain", "recompute+zero3+ulysses2"),
     ("own_loss", "cp2"),
@@ -45,13 +47,13 @@ COVER = [
 MODELS = ("tiny-llama", "tiny-qwen3", "tiny-gpt2", "tiny-gemma2", "tiny-gemma3-text", "tiny-bert", "tiny-olmoe")
 PROGRAM_MODELS = ("own_plain", "llama_packed", "llama_left")
 GRIDS = ("ulysses2", "ring2", "cp3", "cp4", "ulysses2+ring2", "ulysses2+ring4", "ulysses4+ring2")
-STRATEGIES = ("", "zero1+", "zero3+", "recompute+", "selective+", "dp2+zero2+")
+STRATEGIES = ("", "tp2+", "tp2+sp+zero1+", "zero1+", "zero3+", "recompute+", "selective+", "dp2+zero2+")
 MATRIX = [
     (model, f"{strategy}{grid}")
     for model in (*MODELS, *PROGRAM_MODELS)
     for grid in GRIDS
     for strategy in STRATEGIES
-    if not (strategy.startswith("dp2") and grid.endswith("4") and "+" in grid)
+    if not (strategy[:3] in ("dp2", "tp2") and grid in ("ulysses2+ring4", "ulysses4+ring2"))
 ]
 
 
