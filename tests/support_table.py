@@ -1,10 +1,11 @@
 """The support table of README.md, written from what the parity tests found: `pytest --support-table=README.md`.
 
-Every test in tests/numerics whose parameters name a `model` and a `plan` fills the cell of that row and column.
+Every test in tests/numerics whose parameters name a `model` and a `plan` counts in that row, under each strategy that the plan names.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,19 +22,38 @@ class Outcome:
     passed: bool
 
 
-def render(outcomes: Iterable[Outcome]) -> str:
-    """A Markdown table: models down, plans across; a cell holds how many tests passed, or how many of them failed.
+# The strategies, in the order of their columns; a plan's term that is none of them (a size, a number of micro-batches) has no column.
+STRATEGIES = (
+    *("zero0", "zero1", "zero2", "zero3", "zero3:n", "fsdp", "gemini", "bf16", "fp16", "acc", "recompute", "selective"),
+    *("tp", "sp", "2d", "2.5d", "3d", "cp", "ulysses", "ring", "ep"),
+    *("pp", "gpipe", "interleaved", "zb-h1", "zbv", "dualpipev", "auto-schedule"),
+)
 
-    A plan's cell has its tests with accumulation too, so that a column stands for a strategy.
-    """
+
+def strategies(plan: str) -> set[str]:
+    """The columns in which a plan counts; without a term of its own the state is that of zero0."""
+    terms = [re.sub(r"^zero3:\d+$", "zero3:n", term.partition("=")[0]) for term in plan.split("+")]
+    found = {_strategy(term) for term in terms} & set(STRATEGIES)
+    return found if any(name.startswith(("zero", "fsdp", "gemini")) for name in found) else {*found, "zero0"}
+
+
+def _strategy(term: str) -> str:
+    if term in STRATEGIES:
+        return term
+    name, _, kind = term.partition(":")
+    return re.sub(r"d\d+$", "d", kind) if kind else name.rstrip("0123456789")
+
+
+def render(outcomes: Iterable[Outcome]) -> str:
+    """A Markdown table: models down, strategies across; a cell holds how many tests passed, or how many of them failed."""
     cells: dict[tuple[str, str], list[bool]] = {}
     for outcome in outcomes:
-        plan = "+".join(term for term in outcome.plan.split("+") if not term.startswith("acc"))
-        cells.setdefault((outcome.model, plan), []).append(outcome.passed)
+        for strategy in strategies(outcome.plan):
+            cells.setdefault((outcome.model, strategy), []).append(outcome.passed)
     models = sorted({model for model, _ in cells})
-    plans = sorted({plan for _, plan in cells})
-    lines = [f"| model | {' | '.join(f'`{plan}`' for plan in plans)} |", f"| --- |{' :-: |' * len(plans)}"]
-    lines += [f"| {model} | {' | '.join(_cell(cells.get((model, plan))) for plan in plans)} |" for model in models]
+    columns = [strategy for strategy in STRATEGIES if any(found == strategy for _, found in cells)]
+    lines = [f"| model | {' | '.join(f'`{column}`' for column in columns)} |", f"| --- |{' :-: |' * len(columns)}"]
+    lines += [f"| {model} | {' | '.join(_cell(cells.get((model, column))) for column in columns)} |" for model in models]
     return "\n".join(lines)
 
 

@@ -1,17 +1,32 @@
 """The support table is what the tests found, and nothing else."""
 
 import pytest
-from support_table import BEGIN, END, Outcome, render, write
+from support_table import BEGIN, END, Outcome, render, strategies, write
 
 
 def test_cells_count_what_passed_and_what_failed():
     outcomes = [Outcome("tiny-llama", "zero1", True), Outcome("tiny-llama", "zero1+acc3", True), Outcome("tiny-vit", "zero0", False)]
     assert render(outcomes).splitlines() == [
-        "| model | `zero0` | `zero1` |",
-        "| --- | :-: | :-: |",
-        "| tiny-llama |  | 2 ✓ |",
-        "| tiny-vit | **1 of 1 ✗** |  |",
+        "| model | `zero0` | `zero1` | `acc` |",
+        "| --- | :-: | :-: | :-: |",
+        "| tiny-llama |  | 2 ✓ | 1 ✓ |",
+        "| tiny-vit | **1 of 1 ✗** |  |  |",
     ]
+
+
+@pytest.mark.parametrize(
+    ("plan", "columns"),
+    [
+        ("tp2+sp", {"zero0", "tp", "sp"}),
+        ("zero3:2+tp8:2.5d2", {"zero3:n", "2.5d"}),
+        ("zero1+tp4:2d+acc3", {"zero1", "2d", "acc"}),
+        ("pp3+interleaved2+micro5+recompute=0.5", {"zero0", "pp", "interleaved", "recompute"}),
+        ("ulysses2+ring4+bf16", {"zero0", "ulysses", "ring", "bf16"}),
+        ("dp2+fsdp", {"fsdp"}),
+    ],
+)
+def test_a_plan_counts_under_each_strategy_it_names(plan, columns):
+    assert strategies(plan) == columns
 
 
 def test_only_what_stands_between_the_marks_is_replaced(tmp_path):
