@@ -80,7 +80,13 @@ def test_a_misspelt_recipe_key_offers_the_nearest(capsys, tmp_path):
 
 @pytest.mark.parametrize(
     ("override", "message"),
-    [("run.plan=zero9", "zero9"), ("run.plan=dp3", "world"), ("text.files=['none.txt']", "none.txt"), ("text.files=['binary']", "not")],
+    [
+        ("run.plan=zero9", "zero9"),
+        ("run.plan=dp3", "world"),
+        ("text.files=['none.txt']", "none.txt"),
+        ("text.files=['binary']", "not"),
+        ("model.type=lama", "model.type 'lama' is no language model of transformers. Try: llama"),
+    ],
 )
 def test_what_cannot_run_is_told_before_anything_starts(capsys, tmp_path, override, message):
     (tmp_path / "binary").write_bytes(b"\x00\xff")

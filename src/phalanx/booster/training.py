@@ -121,13 +121,11 @@ class Training:
             self.engine.prepare(self._largest_pass(batch), self.num_passes, lambda rows: self.objective(self.model, rows)[0])
         for number, (rows, weight) in enumerate(self._passes(batch, self.num_passes)):
             self.engine.begin_pass(number)
-            self.share.weight = weight
             last = number == self.num_passes - 1
-            with self._placed(rows) as part:
+            with self.share.weighing(weight), self._placed(rows) as part:
                 with self.engine.watched():
                     loss_sum, count = self.objective(self.model, part)
                 self.backward(loss_sum * weight, count * weight, synchronise=last and self.synchronise)
-        self.share.weight = 1.0
 
     def _through_stages(self, batch: Any, runner: Runner) -> None:
         """All passes through a pipeline: each is cut into micro-batches, which all its ranks see."""
@@ -253,12 +251,10 @@ class Training:
                 totals += torch.stack(self.runner.evaluate(self._micro_batches(batch, 1)))
             else:
                 for rows, weight in self._passes(batch, 1):
-                    self.share.weight = weight
-                    with self._placed(rows) as part:
+                    with self.share.weighing(weight), self._placed(rows) as part:
                         loss_sum, count = self.objective(self.model, part)
                     totals += torch.stack([loss_sum.double(), count]) * weight
         finally:
-            self.share.weight = 1.0
             self.model.train(was_training)
         self.rhythm.visit("the loss of an evaluation")
         return self.total(totals)

@@ -39,6 +39,7 @@ def _train(arguments: argparse.Namespace, recipe: Recipe, overrides: list[str]) 
     from phalanx.cluster.launch import launch, shutdown
     from phalanx.plan import Plan
     from phalanx.train.folder import Folder
+    from phalanx.train.model import build_config
     from phalanx.train.tensorboard import require_tensorboard
     from phalanx.train.text import read_corpus
 
@@ -47,6 +48,7 @@ def _train(arguments: argparse.Namespace, recipe: Recipe, overrides: list[str]) 
     # All that can be known to be wrong is said before any process starts.
     Plan.parse(recipe.run.plan).require(None, size)
     read_corpus(recipe)
+    build_config(recipe.model, vocabulary=recipe.text.vocabulary, end_token=0)
     if arguments.tensorboard:
         require_tensorboard()
     if world.rank == 0:

@@ -25,6 +25,16 @@ class PassShare:
     added: list[torch.Tensor] = field(default_factory=list)
 
     @contextmanager
+    def weighing(self, weight: float) -> Iterator[None]:
+        """A pass of this weight runs inside; what a pass that raised has added is forgotten."""
+        self.weight = weight
+        try:
+            yield
+        finally:
+            self.weight = 1.0
+            self.added.clear()
+
+    @contextmanager
     def repeating(self) -> Iterator[None]:
         before, self.is_repeat = self.is_repeat, True
         try:
