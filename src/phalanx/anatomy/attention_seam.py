@@ -44,6 +44,10 @@ class Call:
 Attention = Callable[[Call], torch.Tensor]
 
 
+# What a mask without values stands for, by its storage, which is kept with it.
+Told = dict[int, "tuple[torch.Tensor, Seen]"]
+
+
 class AttentionSeam:
     """The attention of one model. Raises: PlanError inside `exchanged` for an attention that a `Call` cannot say, with its module."""
 
@@ -54,14 +58,17 @@ class AttentionSeam:
         self.configs = list(configs.values())
         self.modules = {type(module).__module__ for module in model.modules()}
         self.attention: Attention | None = None
-        self.told: dict[int, tuple[torch.Tensor, Seen]] = {}
+        self.told: Told = {}
 
     @contextmanager
-    def exchanged(self, attention: Attention) -> Iterator[None]:
-        """Every attention of the model is `attention`'s inside, in forwards and in what a backward computes again."""
-        self.attention = attention
+    def exchanged(self, attention: Attention, told: Told | None = None) -> Iterator[None]:
+        """Every attention of the model is `attention`'s inside, in forwards and in what a backward computes again.
+
+        What masks stand for is known until it ends, or as long as the caller keeps `told`.
+        """
+        self.attention, self.told = attention, {} if told is None else told
         with ExitStack() as stack:
-            stack.callback(self.told.clear)
+            stack.callback(setattr, self, "told", {})
             if self.configs:
                 self._enter_transformers(stack)
             self._enter_functional(stack)

@@ -18,7 +18,7 @@ from phalanx.booster.roles import AxisRoles
 from phalanx.booster.stages import Stages
 from phalanx.cluster.mesh import Axis, Mesh
 from phalanx.cluster.placement import Placements
-from phalanx.cluster.random import Streams
+from phalanx.cluster.random import SplitDraws, Streams
 from phalanx.errors import PlanError
 from phalanx.kernels.cross_entropy import causal_loss
 from phalanx.parallel import recompute
@@ -51,6 +51,7 @@ class Context:
     share: PassShare = field(default_factory=PassShare)
     mixture: Mixture | None = None
     stages: Stages | None = None
+    draws: SplitDraws | None = None
     example: Any = None
     forward: Callable[[nn.Module, Any], Any] | None = None
     causal_loss: Callable[..., torch.Tensor] = causal_loss
@@ -163,7 +164,7 @@ def train_without_cache(model: nn.Module, context: Context) -> nn.Module:
 
 def cut_into_stages(model: nn.Module, context: Context) -> nn.Module:
     """Leaves on this rank what its stages of the pipeline hold."""
-    return model if context.stages is None else context.stages.apply(context.placements)
+    return model if context.stages is None else context.stages.apply(context.placements, context.draws)
 
 
 PASSES: tuple[Callable[[nn.Module, Context], nn.Module], ...] = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch._guards import detect_fake_mode
 from torch.nn.functional import pad
 
 from phalanx.anatomy import AttentionCall, AttentionSeam, OwnLoss, Seen, length_dependent_positions, own_positions
+from phalanx.anatomy.attention_seam import Told
 from phalanx.cluster import comm
 from phalanx.data import num_rows
 from phalanx.errors import PlanError, ShapeError
@@ -78,9 +79,12 @@ class SplitSequences:
     @contextmanager
     def running(self, batch: Any) -> Iterator[Any]:
         """Yields this rank's part of the batch, on the device; forwards and backwards inside see the tokens of the whole rows."""
-        part = self.part(batch)
-        with self.seam.exchanged(lambda call: self._attend(part, call)), self._numbered(part):
-            yield self._with_mask(part.batch, part.rows.cut)
+        with Passage(self, batch) as part:
+            yield part
+
+    def passage(self, batch: Any) -> Passage:
+        """The same, to be entered for the forward and once more for each part of the backward."""
+        return Passage(self, batch)
 
     # -- the batch -----------------------------------------------------------------------------------------------------
 
@@ -203,6 +207,27 @@ class SplitSequences:
             yield
         finally:
             torch.arange = original
+
+
+class Passage:
+    """One pass of a model over this rank's part of a batch, entered once or several times; others may run in between."""
+
+    def __init__(self, sequences: SplitSequences, batch: Any):
+        self.sequences, self.part = sequences, sequences.part(batch)
+        self.told: Told = {}
+        self.stack = ExitStack()
+
+    def __enter__(self) -> Any:
+        sequences, part = self.sequences, self.part
+        with ExitStack() as stack:
+            stack.enter_context(sequences.seam.exchanged(lambda call: sequences._attend(part, call), self.told))
+            stack.enter_context(sequences._numbered(part))
+            batch = sequences._with_mask(part.batch, part.rows.cut)
+            self.stack = stack.pop_all()
+        return batch
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.__exit__(*error)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from torch import nn
 from phalanx.anatomy import layer_stacks
 from phalanx.cluster.mesh import Axis, Mesh, make_axis
 from phalanx.cluster.placement import Placements
-from phalanx.errors import PlanError
+from phalanx.cluster.random import SplitDraws
 from phalanx.memory import StateEngine
 from phalanx.parallel.expert.share import PassShare
 from phalanx.parallel.pipeline.balance import LayerCosts
@@ -33,9 +33,6 @@ class Stages:
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, device: torch.device, share: PassShare, run: Callable[[], Any] | None):
         self.model, self.plan, self.mesh, self.device, self.share = model, plan, mesh, device, share
-        if plan.cp > 1:
-            found = f"cp{plan.cp} with pp{plan.pp}: what the ranks of a sequence are told on a first batch has not been taught to stages"
-            raise PlanError(found, allowed="one of them", remedy=f"pp{plan.pp} with recompute")
         self.axis = mesh.axis("pp")
         self.blocks = tuple(layer_stacks(model))
         self.places = _places(model, self.blocks, run)
@@ -45,13 +42,15 @@ class Stages:
         self.mine = [self.table.stage(self.axis.index, chunk) for chunk in range(self.table.num_chunks)]
         self.current = self.mine[0]
 
-    def apply(self, placements: Placements) -> nn.Module:
-        """Takes out what this rank's stages do not read, and puts gates on the layers."""
+    def apply(self, placements: Placements, draws: SplitDraws | None) -> nn.Module:
+        """Takes out what this rank's stages do not read, and puts gates on the layers; `draws` end where a forward is left."""
         for axis, pairs, shape in self._shared():
             placements.add_sums(pairs, shape, axis)
         poison = Poison(self.device)
         take_out(self.model, self.cut, self.mine, poison)
         self.gates = Gates(self.blocks, poison)
+        if draws is not None:
+            self.gates.at_leave.append(draws.end)
         return self.model
 
     def _shared(self) -> Iterator[tuple[Axis, list[tuple[nn.Module, str]], torch.Size]]:

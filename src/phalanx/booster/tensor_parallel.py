@@ -36,6 +36,7 @@ def split(model: nn.Module, context: Context) -> None:
             context.placements.declare(owner, name, placement)
 
     draws = SplitDraws(axis.index, devices.get(launch.world().device.type)) if _draws_in_training(model) else None
+    context.draws = draws
     kind = OneDimensional(axis, place, by_sequence=context.plan.sp, draws=draws)
     split_model(model, anatomy, kind, axis.size, axis.index)
     context.causal_loss = VocabularyLoss(axis)
@@ -84,10 +85,6 @@ def _require_split(anatomy: Anatomy, context: Context) -> None:
         name, reason = next(iter(anatomy.whole.items()), ("the model", "it has no projections"))
         raise PlanError(
             f"tp{tp} finds nothing to split: {name}: {reason}", allowed="layers with heads or an MLP", remedy="zero3 in place of tp"
-        )
-    if context.plan.sp and context.plan.pp > 1:
-        raise PlanError(
-            f"sp with pp{context.plan.pp}: stages hand each other whole sequences", allowed="either of them", remedy=f"tp{tp} without sp"
         )
     if context.plan.sp and not anatomy.layers:
         raise PlanError("sp cuts the stream between layers, and the model has no stack of layers", remedy=f"tp{tp} without sp")

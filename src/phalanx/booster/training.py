@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -132,6 +132,7 @@ class Training:
         self._require_open()
         self.rhythm.visit("a pipeline")
         micro_batches = self._micro_batches(batch, self.num_passes)
+        self._teach_sequences(runner, micro_batches)
         if not self.scale_is_fitted:
             counts = [runner.evaluate(micro_batches[start : start + runner.num_micro])[1] for start in self._starts(runner)]
             self._fit_scale(torch.stack(counts).sum())
@@ -140,6 +141,13 @@ class Training:
             self.loss_sum += loss_sum
             self.count += count
             self.num_backwards += 1
+
+    def _teach_sequences(self, runner: Runner, micro_batches: list[MicroBatch]) -> None:
+        """Where sequences are cut, stages run on parts of their rows, once it is proven that they may."""
+        if self.sequences is None or self.sequences.is_proven:
+            return
+        prove(self.sequences, micro_batches[0].rows, runner.try_out, self.world)
+        runner.hooks = replace(runner.hooks, placed=self.sequences.passage)
 
     def _starts(self, runner: Runner) -> range:
         return range(0, self.num_passes * runner.num_micro, runner.num_micro)
@@ -248,7 +256,9 @@ class Training:
         try:
             totals = torch.zeros(2, dtype=torch.float64, device=self.engine.device)
             if self.runner is not None:
-                totals += torch.stack(self.runner.evaluate(self._micro_batches(batch, 1)))
+                micro_batches = self._micro_batches(batch, 1)
+                self._teach_sequences(self.runner, micro_batches)
+                totals += torch.stack(self.runner.evaluate(micro_batches))
             else:
                 for rows, weight in self._passes(batch, 1):
                     with self.share.weighing(weight), self._placed(rows) as part:

@@ -55,6 +55,7 @@ class Gates:
         self.stacks = [f"{name.rpartition('.')[0]}:{type(block).__name__}" for name, block in blocks]
         self.visit: Visit | None = None
         self.taint: _Taint | None = None
+        self.at_leave: list[Callable[[], None]] = []  # what ends whatever layers have begun, when a forward is left
         for index, (_, block) in enumerate(blocks):
             _put_gate(block, index, self)
 
@@ -89,6 +90,8 @@ class Gates:
                 args, kwargs = visit.substitution.after(args, kwargs)
             handed = hand_over(args, kwargs, visit.outputs, self._is_chosen)
             visit.found = handed.header.places
+            for end in self.at_leave:
+                end()
             raise Handover(handed)
         if visit.substitution is not None:
             replace = visit.substitution.at_entry if index == visit.first else visit.substitution.after

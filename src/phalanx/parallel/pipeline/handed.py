@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +21,26 @@ class Absent:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor that is handed on: at which places of the flattened arguments it stands, and whether a gradient comes back."""
+    """One tensor that is handed on: at which places of the flattened arguments it stands, and whether a gradient comes back.
+
+    `marks` are what layers have noted on it for the layers that follow.
+    """
 
     places: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
     learns: bool
+    marks: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, places: Sequence[int]) -> Entry:
+        marks = tuple((name, value) for name, value in vars(tensor).items() if name.startswith("_phalanx_"))
+        return cls(tuple(places), tuple(tensor.shape), tensor.dtype, tensor.requires_grad, marks)
+
+    def mark(self, tensor: torch.Tensor) -> torch.Tensor:
+        for name, value in self.marks:
+            setattr(tensor, name, value)
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -73,7 +87,7 @@ def hand_over(args: tuple, kwargs: Mapping[str, Any], outputs: dict[str, Any], i
         if isinstance(leaf, torch.Tensor) and is_chosen(place, leaf):
             places.setdefault(id(leaf), []).append(place)
             tensors[id(leaf)] = leaf
-    entries = tuple(Entry(tuple(places[key]), tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for key, tensor in tensors.items())
+    entries = tuple(Entry.of(tensor, places[key]) for key, tensor in tensors.items())
     return Handed(Header(entries, outputs), list(tensors.values()))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class Flight:
     """A micro-batch in one stage between its forward and its backward."""
 
     received: Handed | None
+    place: AbstractContextManager[Any] = field(default_factory=nullcontext)
     handed: Handed | None = None
     roots: list[GradientEdge] = field(default_factory=list)
     halves: Halves | None = None
@@ -56,11 +57,13 @@ class Flight:
 class Hooks:
     """What surrounds a stage: its forward with the weight of its rows, its backward with the slope of its loss, and its state.
 
+    `placed` gives this rank's part of some rows, and is entered for both.
     `added` is what layers have added to the loss of the last forward by themselves. All may do nothing.
     """
 
     forward: Callable[[int, float], AbstractContextManager] = lambda stage, weight: nullcontext()
     backward: Callable[[int, Kind, float], AbstractContextManager] = lambda stage, kind, slope: nullcontext()
+    placed: Callable[[Any], AbstractContextManager[Any]] = nullcontext
     added: Callable[[float], torch.Tensor | float] = lambda weight: 0.0
     state: Callable[[int, Kind], None] = lambda stage, kind: None
 
@@ -122,6 +125,16 @@ class Runner:
         """The forwards alone."""
         return self._run(self.forwards, micro_batches, 1.0)
 
+    @torch.no_grad()
+    def try_out(self, rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """One forward of some rows as they are, through all stages: (sum of losses, count), 0 but on the rank of the last stage."""
+        single = _forwards_of(make_single(self.table))
+        self.hooks, before = replace(self.hooks, placed=nullcontext), self.hooks
+        try:
+            return self._run(single, [MicroBatch(rows)], 1.0)
+        finally:
+            self.hooks = before
+
     def _run(self, table: Table, micro_batches: Sequence[MicroBatch], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         self._forget()
         self.micro_batches, self.scale, self.running = micro_batches, scale, table
@@ -170,12 +183,13 @@ class Runner:
         self._begin()
         mode = (stage, self.model.training, torch.is_grad_enabled())
         visit = Visit(stage, *self.cut.range(stage), received, self.chosen.get(mode))
-        result = self._visit(visit, micro)
+        place = self.hooks.placed(micro.rows)
+        result = self._visit(visit, micro, place)
         self.loss_sum += self.hooks.added(micro.weight)
         if visit.chosen is None:
-            self._require_sound(visit, micro, result)
+            self._require_sound(visit, micro, place, result)
             self.chosen[mode] = result.header.places if isinstance(result, Handed) else frozenset()
-        flight = self.flights[key] = Flight(received)
+        flight = self.flights[key] = Flight(received, place)
         if not isinstance(result, Handed):
             self._end_forward(flight, visit, result[0] * micro.weight, result[1] * micro.weight)
             return
@@ -185,11 +199,15 @@ class Runner:
             self.flights[key[0], key[1] + 1] = Flight(self._as_received(result))
             flight.handed = Handed(result.header, [])
 
-    def _visit(self, visit: Visit, micro: MicroBatch) -> Handed | tuple[torch.Tensor, torch.Tensor]:
+    def _visit(self, visit: Visit, micro: MicroBatch, place: AbstractContextManager[Any]) -> Handed | tuple[torch.Tensor, torch.Tensor]:
         """Runs the model's own forward for one stage: what it hands on, or (sum of losses, count) of the last one."""
         try:
-            with self.gates.visiting(visit, self.model.parameters), self.hooks.forward(visit.stage, micro.weight):
-                return self.objective(self.model, micro.rows)
+            with (
+                self.gates.visiting(visit, self.model.parameters),
+                self.hooks.forward(visit.stage, micro.weight),
+                place as rows,
+            ):
+                return self.objective(self.model, rows)
         except Handover as signal:
             return signal.handed
 
@@ -207,12 +225,12 @@ class Runner:
         self.count += count
 
     @torch.no_grad()
-    def _require_sound(self, visit: Visit, micro: MicroBatch, result: Any) -> None:
+    def _require_sound(self, visit: Visit, micro: MicroBatch, place: AbstractContextManager[Any], result: Any) -> None:
         """A first result that is not a number is so because of the person's own numbers, not because of what is not here."""
         if not _has_nan(result):
             return
         self.gates.poison.show(0.0)
-        again = self._visit(Visit(visit.stage, visit.first, visit.last, visit.received, visit.found), micro)
+        again = self._visit(Visit(visit.stage, visit.first, visit.last, visit.received, visit.found), micro, place)
         self.gates.poison.show(float("nan"))
         if not _has_nan(again):
             raise PlanError(
@@ -233,8 +251,8 @@ class Runner:
 
     def _as_received(self, handed: Handed) -> Handed:
         """The tensors as the leaves of a graph of their own."""
-        learns = [entry.learns and torch.is_grad_enabled() for entry in handed.header.entries]
-        return Handed(handed.header, [tensor.detach().requires_grad_(flag) for tensor, flag in zip(handed.tensors, learns)])
+        is_learning, pairs = torch.is_grad_enabled(), zip(handed.header.entries, handed.tensors)
+        return Handed(handed.header, [entry.mark(tensor.detach()).requires_grad_(entry.learns and is_learning) for entry, tensor in pairs])
 
     def _send_forward(self, action: Action, stage: int, key: Key) -> None:
         flight = self.flights[key]
@@ -245,7 +263,7 @@ class Runner:
         for tensor in flight.handed.tensors:
             self.outbox.send(tensor, axis, peer)
         flight.handed = Handed(flight.handed.header, [])  # only the graph still needs what it keeps
-        if self.running is self.forwards:
+        if not torch.is_grad_enabled():
             del self.flights[key]
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -259,10 +277,10 @@ class Runner:
         self._begin()
         if kind is Kind.INPUT and self.splits:
             flight.halves = Halves(flight.roots, gradients, inputs)
-            with self.hooks.backward(stage, kind, self._slope(key)):
+            with self.hooks.backward(stage, kind, self._slope(key)), flight.place:
                 flight.halves.run_input()
         elif flight.roots:
-            with self.hooks.backward(stage, Kind.BACKWARD, self._slope(key)):
+            with self.hooks.backward(stage, Kind.BACKWARD, self._slope(key)), flight.place:
                 torch.autograd.backward(flight.roots, gradients)
         flight.roots, flight.gradients = [], None
         if stage > 0 and self._previous_is_here(stage):
@@ -275,7 +293,7 @@ class Runner:
         flight = self.flights.get(key)
         if flight is None or flight.halves is None:
             return  # it ran whole
-        with self.hooks.backward(stage, Kind.WEIGHT, self._slope(key)):
+        with self.hooks.backward(stage, Kind.WEIGHT, self._slope(key)), flight.place:
             flight.halves.run_weight()
         del self.flights[key]
 
@@ -337,6 +355,12 @@ class Runner:
     def _expected_backward(self, key: Key, must: bool) -> Sequence[Entry] | None:
         flight = self.flights.get(key)
         return None if flight is None or flight.handed is None else flight.handed.header.learning
+
+
+def make_single(table: Table) -> Table:
+    """The table's stages with one micro-batch."""
+    rows = [[action for action in row if action.micro == 0 and action.kind in COMPUTE] for row in table.rows]
+    return replace(table, num_micro=1).with_rows(rows)
 
 
 def _forwards_of(table: Table) -> Table:

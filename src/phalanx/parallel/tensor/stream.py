@@ -34,6 +34,7 @@ class Stream:
         blocks[0].register_forward_pre_hook(self._begin, with_kwargs=True)
         blocks[-1].register_forward_hook(self._end)
         for block in blocks:
+            block.register_forward_pre_hook(self._begin_draws)
             block.forward = StreamedForward(block, self)  # type: ignore[method-assign]
 
     def _begin(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -47,9 +48,12 @@ class Stream:
         sizes = split_sizes(x.shape[1], self.axis.size)
         part = comm.scatter_to(x, self.axis, 1, sizes)
         setattr(part, _CUT, (x.shape[0], sizes))
+        return put(part)
+
+    def _begin_draws(self, block: nn.Module, args: tuple) -> None:
+        """At every block, since the first one that runs here may be any: draws that have begun go on."""
         if self.draws is not None and block.training:
             self.draws.begin()
-        return put(part)
 
     def _end(self, block: nn.Module, args: tuple, output: Any) -> Any:
         """Joins what the last block gives out: all of it, or the first of several."""
