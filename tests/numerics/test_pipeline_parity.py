@@ -60,8 +60,7 @@ def test_clipping_counts_the_tied_weight_once():
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision(precision):
-    name = "tiny-gpt2"
-    report = verify_named(name, f"pp2+{precision}", 2)
+    report = verify_named("tiny-llama", f"pp2+{precision}", 2)  # its rotary angles take the dtype of embeddings that are elsewhere
     assert report.ok, str(report)
 
 

@@ -164,7 +164,7 @@ def train_without_cache(model: nn.Module, context: Context) -> nn.Module:
 
 def cut_into_stages(model: nn.Module, context: Context) -> nn.Module:
     """Leaves on this rank what its stages of the pipeline hold."""
-    return model if context.stages is None else context.stages.apply(context.placements, context.draws)
+    return model if context.stages is None else context.stages.apply(context.placements, context.precision, context.draws)
 
 
 PASSES: tuple[Callable[[nn.Module, Context], nn.Module], ...] = (

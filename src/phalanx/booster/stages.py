@@ -23,6 +23,7 @@ from phalanx.parallel.pipeline.reads import Places, places_by_registration, plac
 from phalanx.parallel.pipeline.run import CHANNELS, Hooks, Objective, Runner
 from phalanx.parallel.pipeline.search import plan_table
 from phalanx.parallel.pipeline.table import Kind, Table
+from phalanx.precision import Precision
 
 if TYPE_CHECKING:
     from phalanx.plan import Plan
@@ -42,12 +43,12 @@ class Stages:
         self.mine = [self.table.stage(self.axis.index, chunk) for chunk in range(self.table.num_chunks)]
         self.current = self.mine[0]
 
-    def apply(self, placements: Placements, draws: SplitDraws | None) -> nn.Module:
+    def apply(self, placements: Placements, precision: Precision, draws: SplitDraws | None) -> nn.Module:
         """Takes out what this rank's stages do not read, and puts gates on the layers; `draws` end where a forward is left."""
         for axis, pairs, shape in self._shared():
             placements.add_sums(pairs, shape, axis)
         poison = Poison(self.device)
-        take_out(self.model, self.cut, self.mine, poison)
+        take_out(self.model, self.cut, self.mine, poison, lambda own: precision.for_parameter(own).compute)
         self.gates = Gates(self.blocks, poison)
         if draws is not None:
             self.gates.at_leave.append(draws.end)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,8 +102,10 @@ class Poison:
                 held.fill_(value)
 
 
-def take_out(model: nn.Module, cut: Cut, stages: Iterable[int], poison: Poison) -> None:
-    """Removes the parameters that none of `stages` reads; poison of their shapes stays in their place.
+def take_out(
+    model: nn.Module, cut: Cut, stages: Iterable[int], poison: Poison, computes_in: Callable[[torch.dtype], torch.dtype] = lambda own: own
+) -> None:
+    """Removes the parameters that none of `stages` reads; poison of their shapes stays in their place, in the dtype they compute in.
 
     A parameter that is read in several places stays under all its names, so that ranks agree on how it is called.
     """
@@ -111,7 +113,7 @@ def take_out(model: nn.Module, cut: Cut, stages: Iterable[int], poison: Poison) 
     for module, name, parameter in list(owners(model)):
         if not cut.stages_of(parameter) & stages:
             del module._parameters[name]
-            module.__dict__[name] = poison.like(parameter.shape, parameter.dtype)
+            module.__dict__[name] = poison.like(parameter.shape, computes_in(parameter.dtype))
 
 
 def owners(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
