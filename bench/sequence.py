@@ -5,7 +5,8 @@
     python -m bench.sequence rehearse [--tokens 131072]
 
 `time`: the rounds of one process and of every plan take turns. A plan is held against half of one process, plus the bytes it sends
-times the CPU seconds per byte of a bare all-to-all of 1 MB messages in the same run.
+times the CPU seconds per byte of a bare all-to-all of 1 MB messages in the same run. `memory` counts the tensors of real steps,
+`rehearse` what a forward makes and holds in a dry run without data.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+import weakref
 from typing import Any
 
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 import phalanx as px
 from phalanx.cluster import comm, launch
@@ -104,43 +108,83 @@ def compare_time(options: argparse.Namespace) -> None:
 
 
 def activation_bytes(plan: str, tokens: int) -> int:
-    """The most that lives within a step beyond what lives between steps, without gradients and optimizer temporaries."""
+    """The most that lives within a forward and backward beyond what lives before it, gradients of an earlier one included."""
     booster, batch = boosted(plan), batch_of(tokens)
-    booster.step(batch)
+    booster.forward_backward(batch)
     with TensorCount(list(batch.values())) as count:
         booster.forward_backward(batch)
     return count.peak - count.kept
 
 
 def compare_memory(options: argparse.Namespace) -> None:
-    whole = run_ranks(activation_bytes, 1, "zero0", options.tokens, timeout_s=600)[0]
-    print(f"one process, {options.tokens} tokens: {whole / 2**20:.1f} MiB above what is kept")
+    whole = run_ranks(activation_bytes, 1, "zero0", options.tokens, timeout_s=900)[0]
+    print(f"one process, {options.tokens} tokens: {whole / 2**20:.1f} MiB above what is kept", flush=True)
     for plan, size in (("ulysses2", 2), ("ring2", 2), ("ulysses2+ring2", 4)):
-        parts = run_ranks(activation_bytes, size, plan, options.tokens, timeout_s=600)
-        worst = max(parts)
-        print(f"  {plan:16} {worst / 2**20:.1f} MiB a rank, {worst * size / whole:.3f} of its share")
+        worst = max(run_ranks(activation_bytes, size, plan, options.tokens, timeout_s=900))
+        print(f"  {plan:16} {worst / 2**20:.1f} MiB a rank, {worst * size / whole:.3f} of its share", flush=True)
+
+
+class HollowCount(TorchDispatchMode):
+    """Counts the bytes of storages that operations make while it is entered, in a rehearsal, where none of them has memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.known: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {self._key(tensor) for tensor in tree_iter((args, kwargs)) if isinstance(tensor, torch.Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor) and self._key(tensor) not in before:
+                self._add(tensor)
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def _key(self, tensor: torch.Tensor) -> int:
+        return tensor.untyped_storage()._cdata
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage, key = tensor.untyped_storage(), self._key(tensor)
+        if key not in self.known:
+            size = storage.nbytes()
+            self.live += size
+            self.known[key] = weakref.ref(storage, lambda _: self._drop(key, size))
+
+    def _drop(self, key: int, size: int) -> None:
+        del self.known[key]
+        self.live -= size
+
+
+def forward_bytes(plan: str, world: int, sizes: dict[str, int], tokens: int) -> tuple[int, int]:
+    """What a forward holds for its backward, and the most that lives in it, of one rank in a rehearsal."""
+    launch.shutdown()
+    launch.rehearse(world, 1 if world > 1 else 0)
+    booster = px.Booster(plan)
+    with FakeTensorMode():
+        model: Any = llama(**sizes)
+        booster.boost(model, torch.optim.AdamW(model.parameters()))
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        training = booster.trainings[0]
+        with training._placed({"input_ids": ids, "labels": ids}) as part, HollowCount() as count:
+            loss, _ = training.objective(model, part)
+        held = count.live
+        del loss
+    launch.shutdown()
+    return held, count.peak
 
 
 def rehearse(options: argparse.Namespace) -> None:
-    """One step under fake tensors: no data, the peak of all tensors and the bytes sent, for a rank of a long row."""
-    for title, sizes, plan, world in (
-        ("1B", BILLION, "zero3+bf16+recompute+ulysses4+ring2", 8),
-        ("8B", EIGHT_BILLION, "zero3+bf16+recompute+ulysses8+ring2", 16),
-    ):
-        launch.shutdown()
-        launch.rehearse(world, 1)
-        booster = px.Booster(plan)
-        with FakeTensorMode():
-            model: Any = llama(**sizes)
-            booster.boost(model, torch.optim.AdamW(model.parameters()))
-            ids = torch.zeros(1, options.tokens, dtype=torch.long)
-            comm.ledger.reset()
-            with TensorCount() as count:
-                booster.step({"input_ids": ids, "labels": ids})
-        sent = {(operation, axis): wire for operation, axis, _, _, wire in comm.ledger.rows() if axis in ("ring", "ulysses")}
-        shown = ", ".join(f"{axis} {wire / 1e9:.2f} GB" for (_, axis), wire in sent.items())
-        print(f"{title}, {plan} on {world}: {count.kept / 2**30:.1f} GiB kept, {count.peak / 2**30:.1f} GiB at the peak, {shown} sent")
-    launch.shutdown()
+    for title, sizes, ulysses, ring in (("1B", BILLION, 4, 2), ("8B", EIGHT_BILLION, 8, 2)):
+        size = ulysses * ring
+        whole = forward_bytes("bf16", 1, sizes, options.tokens)
+        part = forward_bytes(f"bf16+ulysses{ulysses}+ring{ring}", size, sizes, options.tokens)
+        shares = [mine * size / all_ for mine, all_ in zip(part, whole, strict=True)]
+        print(
+            f"{title}, {options.tokens} tokens, ulysses{ulysses}+ring{ring}: {part[0] / 2**30:.2f} GiB held for the backward, "
+            f"{shares[0]:.3f} of its share; {part[1] / 2**30:.2f} GiB at the peak of the forward, {shares[1]:.3f}",
+            flush=True,
+        )
 
 
 def main() -> None:
