@@ -8,6 +8,7 @@ from phalanx.anatomy.groups import Group
 from phalanx.anatomy.locality import make_local
 from phalanx.anatomy.loss_seam import replace_causal_loss
 from phalanx.anatomy.mask_source import Seen
+from phalanx.anatomy.norms import Norm, read_norm
 from phalanx.anatomy.own_loss import OwnLoss, own_loss
 from phalanx.anatomy.positions import length_dependent_positions, own_positions
 from phalanx.anatomy.proof import Proved
@@ -15,6 +16,7 @@ from phalanx.anatomy.reading import Anatomy, read_anatomy
 from phalanx.anatomy.specimen import Unrunnable, call_with, is_linear, is_transposed, stacks_of
 from phalanx.anatomy.split import Split, num_features
 from phalanx.anatomy.stacks import layer_stacks
+from phalanx.anatomy.stream import StreamReading, read_stream
 from phalanx.anatomy.ties import tie_groups
 from phalanx.anatomy.tree import tree, whole
 
@@ -24,10 +26,12 @@ __all__ = [
     "AttentionSeam",
     "Entry",
     "Group",
+    "Norm",
     "OwnLoss",
     "Proved",
     "Seen",
     "Split",
+    "StreamReading",
     "Unrunnable",
     "call_with",
     "is_batch_dependent",
@@ -40,6 +44,8 @@ __all__ = [
     "own_loss",
     "own_positions",
     "read_anatomy",
+    "read_norm",
+    "read_stream",
     "replace_causal_loss",
     "stacks_of",
     "tie_groups",

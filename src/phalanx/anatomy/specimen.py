@@ -43,13 +43,13 @@ def make_specimen(model: nn.Module, call: Call | None) -> Specimen:
     """The copy of `model`, which is left as it was; `call` runs a forward on the copy."""
     kept, kinds = _first_of_each_kind(model)
     with _cut_to(model, kept):
-        small = copy.deepcopy(model, _fresh_tensors(model)).eval()
+        small = copy.deepcopy(model, fresh_tensors(model)).eval()
     _without_dropout(small)
     _plain_kernels(small)
     return Specimen(small, call or guess_call(small), kinds)
 
 
-def _fresh_tensors(model: nn.Module) -> dict[int, Any]:
+def fresh_tensors(model: nn.Module) -> dict[int, Any]:
     """What a deep copy is to put in the place of parameters and buffers: float64 on the processor, whatever the model has.
 
     Parameters get random values of a moderate size: weights of 0 or 1 would hide what depends on what. Buffers keep theirs where they

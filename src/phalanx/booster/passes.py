@@ -68,9 +68,10 @@ class Context:
 
     @property
     def stream(self) -> tuple[str, ...]:
-        """The random stream of a training forward: that of the data index, and of the stage where there are several."""
+        """The random stream of a training forward: that of the data index, of its rows, and of the stage where there are several."""
+        rows = () if self.roles.rows.size == 1 else (f"rows {self.roles.rows.index}",)
         stage = () if self.stages is None or self.stages.current == 0 else (f"stage {self.stages.current}",)
-        return (str(self.mesh.axis("dp", "cp").index), *stage)
+        return (str(self.mesh.axis("dp", "cp").index), *rows, *stage)
 
     @property
     def counts_loss(self) -> bool:
@@ -93,7 +94,7 @@ def refuse_batch_dependence(model: nn.Module, context: Context) -> nn.Module:
 
 def split_tensors(model: nn.Module, context: Context) -> nn.Module:
     """Splits the layers over the tensor axis."""
-    if context.plan.tp > 1 and context.plan.tp_kind == "1d":
+    if context.plan.tp > 1:
         tensor_parallel.split(model, context)
     return model
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from phalanx.anatomy import Anatomy, Unrunnable, call_with, read_anatomy
+from phalanx.anatomy import Anatomy, Unrunnable, call_with, read_anatomy, read_stream
 from phalanx.cluster import comm, launch
 from phalanx.cluster import device as devices
 from phalanx.cluster.placement import Placement
 from phalanx.cluster.random import SplitDraws
 from phalanx.errors import PlanError
-from phalanx.parallel.tensor import OneDimensional, VocabularyLoss, split_model
+from phalanx.parallel.tensor import OneDimensional, OnGrid, VocabularyLoss, grid_2d, grid_3d, grid_25d, split_model
+from phalanx.parallel.tensor.kind import Place
 
 if TYPE_CHECKING:
     from phalanx.booster.passes import Context
@@ -26,7 +27,6 @@ def split(model: nn.Module, context: Context) -> None:
 
     Raises: PlanError where the model cannot be read, or nothing of it can be split.
     """
-    axis = context.mesh.axis("tp")
     anatomy = read(model, context)
     _require_split(anatomy, context)
     owners = _owners(model)
@@ -35,11 +35,12 @@ def split(model: nn.Module, context: Context) -> None:
         for owner, name in owners[id(module._parameters[attribute])]:
             context.placements.declare(owner, name, placement)
 
-    draws = SplitDraws(axis.index, devices.get(launch.world().device.type)) if _draws_in_training(model) else None
+    features = context.roles.copies
+    draws = SplitDraws(features.index, devices.get(launch.world().device.type)) if _draws_in_training(model) else None
     context.draws = draws
-    kind = OneDimensional(axis, place, by_sequence=context.plan.sp, draws=draws)
-    split_model(model, anatomy, kind, axis.size, axis.index)
-    context.causal_loss = VocabularyLoss(axis)
+    kind = _kind(context, place, _joining(model, anatomy, context), draws)
+    split_model(model, anatomy, kind, features.size, kind.part)
+    context.causal_loss = VocabularyLoss(features)
 
     @contextmanager
     def loss_alone() -> Iterator[None]:
@@ -53,9 +54,41 @@ def split(model: nn.Module, context: Context) -> None:
         context.loss_alone = loss_alone
 
 
+def _kind(context: Context, place: Place, joining: Container[nn.Module], draws: SplitDraws | None) -> OneDimensional | OnGrid:
+    plan, mesh = context.plan, context.mesh
+    if plan.tp_kind == "1d":
+        return OneDimensional(mesh.axis("tp"), place, by_sequence=plan.sp, draws=draws)
+    if plan.tp_kind == "3d":
+        grid = grid_3d(mesh, keep=plan.tp_keep)
+    else:
+        square = grid_2d if plan.tp_kind == "2d" else grid_25d
+        grid = square(mesh, keep=plan.tp_keep, outputs_move=plan.tp_outputs_move)
+    return OnGrid(grid, place, f"tp:{plan.tp_kind}", joining, draws)
+
+
+def _joining(model: nn.Module, anatomy: Anatomy, context: Context) -> set[nn.Module]:
+    """On a grid, the whole projections whose outputs belong to the stream; none otherwise. Collective.
+
+    Raises: PlanError where what flows between projections cannot be cut by features.
+    """
+    if context.plan.tp_kind == "1d":
+        return set()
+    world, stream = context.mesh.world, None
+    if world.index == 0 or world.backend == "fake":
+        stream = read_stream(model, anatomy.seams, _call(context))
+    stream = comm.broadcast_object(stream, world)
+    for name, fault in stream.faults.items():
+        raise PlanError(
+            f"tp:{context.plan.tp_kind} cuts features, and {name} cannot take in a part of them: {fault}",
+            allowed="blocks in which nothing but norms and projections mixes features",
+            remedy=f"tp{context.roles.copies.size}, which is 1D",
+        )
+    return {module for name, module in model.named_modules() if stream.joins(name)}
+
+
 def read(model: nn.Module, context: Context) -> Anatomy:
     """The reading of the model for this plan: made by the first rank, and the same on all. Collective."""
-    world, tp = context.mesh.world, context.mesh.size("tp")
+    world, tp = context.mesh.world, context.roles.copies.size
     outcome: Anatomy | PlanError | None = None
     if world.index == 0 or world.backend == "fake":
         outcome = _read_or_refuse(model, context, tp)
@@ -68,15 +101,18 @@ def read(model: nn.Module, context: Context) -> Anatomy:
 
 def _read_or_refuse(model: nn.Module, context: Context, tp: int) -> Anatomy | PlanError:
     try:
-        with unset_fake_temporarily():
-            call = call_with(context.example, context.forward) if context.example is not None else None
-        return read_anatomy(model, tp, call)
+        return read_anatomy(model, tp, _call(context))
     except Unrunnable as error:
         return PlanError(
             f"tp{tp} needs a trial run of {type(model).__name__}, which failed: {error}",
             allowed="models that run on a made-up or a given batch",
             remedy="boost(..., dataloader=loader), so that a batch is at hand",
         )
+
+
+def _call(context: Context) -> Any:
+    with unset_fake_temporarily():
+        return call_with(context.example, context.forward) if context.example is not None else None
 
 
 def _require_split(anatomy: Anatomy, context: Context) -> None:

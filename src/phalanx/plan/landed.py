@@ -33,6 +33,9 @@ LANDED = frozenset(
         "interleaved",
         "tp",
         "sp",
+        "tp:2d",
+        "tp:2.5d",
+        "tp:3d",
     }
 )
 

@@ -37,7 +37,7 @@ class OneDimensional:
     def __init__(self, axis: Axis, place: Place, *, by_sequence: bool = False, draws: SplitDraws | None = None):
         self.axis, self.place, self.by_sequence, self.draws = axis, place, by_sequence, draws
         self.streams: dict[str, Stream] = {}
-        self.logits_are_split = False
+        self.logits_are_split, self.part = False, axis.index
 
     # -- stacks --------------------------------------------------------------------------------------------------------
 
