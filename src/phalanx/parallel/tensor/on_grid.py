@@ -36,6 +36,7 @@ class OnGrid:
     def __init__(self, grid: Grid, place: Place, term: str, joining: Container[nn.Module] = (), draws: SplitDraws | None = None):
         self.grid, self.place, self.term, self.joining, self.draws = grid, place, term, joining, draws
         self.whole: set[nn.Module] = set()
+        self.widths: dict[nn.Module, int] = {}
         self.logits_are_split, self.part = False, grid.group_index
 
     # -- stacks --------------------------------------------------------------------------------------------------------
@@ -47,7 +48,10 @@ class OnGrid:
     def leave(self, stack: str, blocks: list[nn.Module]) -> None:
         # What follows a whole projection must be dropped alike on the ranks that all compute it.
         apart = not any(module in self.whole for block in blocks for module in block.modules())
-        Stream(self.grid, blocks, self.draws if apart else None)
+        width = next((self.widths[module] for block in blocks for module in block.modules() if module in self.widths), None)
+        if width is None:
+            raise self._refusal(f"the stack {stack}", "has no projections that can be split", "stacks with heads or an MLP that can be cut")
+        Stream(self.grid, blocks, width, self.draws if apart else None)
 
     def norm(self, module: nn.Module) -> None:
         if not any(parameter is not None for parameter in module._parameters.values()) and not hasattr(module, "normalized_shape"):
@@ -103,6 +107,7 @@ class OnGrid:
 
     def _row(self, name: str, module: nn.Module, group: Group, entrance: Entrance) -> None:
         out_width = module.weight.shape[1 if is_transposed(module) else 0]  # type: ignore[union-attr, index]
+        self.widths[module] = out_width
         how = self.grid.out_of_group(lambda index: self._inputs(group, index), out_width)
         self._project(name, module, how, Entrance(self.grid, closes=entrance), None)
 
@@ -156,8 +161,8 @@ class Stream:
     With `draws`, ranks with other features draw other random numbers on the way, as dropout does.
     """
 
-    def __init__(self, grid: Grid, blocks: list[nn.Module], draws: SplitDraws | None):
-        self.grid, self.width, self.draws = grid, 0, draws
+    def __init__(self, grid: Grid, blocks: list[nn.Module], width: int, draws: SplitDraws | None):
+        self.grid, self.width, self.draws = grid, width, draws
         blocks[0].register_forward_pre_hook(self._cut, with_kwargs=True)
         blocks[-1].register_forward_hook(self._join)
 
@@ -165,7 +170,12 @@ class Stream:
         """This rank's features of the first argument."""
         key = None if args else next(iter(kwargs))
         x = args[0] if key is None else kwargs[key]
-        self.width = x.shape[-1]
+        if x.shape[-1] != self.width:
+            raise ShapeError(
+                f"the first argument of {type(block).__name__} has shape {tuple(x.shape)}",
+                allowed=f"the {self.width} features that its projections give out",
+                remedy="a 1D tensor term",
+            )
         if self.draws is not None and block.training:
             self.draws.begin()
         part = comm.scatter_to(x, self.grid.both, -1)
