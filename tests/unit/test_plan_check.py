@@ -160,8 +160,11 @@ LANDED_TEXTS = [
     "ulysses2+ring2",
     "tp2",
     "zero1+tp3+sp",
+    "tp4:2d",
+    "zero1+tp8:2.5d2",
+    "tp8:3d",
 ]
-MISSING_TEXTS = ["tp4:2d", "offload", "fp8"]
+MISSING_TEXTS = ["offload", "fp8"]
 
 
 @pytest.mark.parametrize("text", LANDED_TEXTS)
