@@ -7,6 +7,7 @@ Both directions are gathers and sums in a fixed order, so that the same bits com
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,15 +15,20 @@ import torch
 
 @dataclass(frozen=True)
 class Choices:
-    """Choices sorted by group, those of no group last; how many there are is not yet known on the host.
+    """The group of every choice, G for none, and how many there are of each; not yet known on the host.
 
-    Shapes: `order` [T K], `counts` [G].
+    Shapes: `groups` [T K], `counts` [G].
     """
 
-    order: torch.Tensor
+    groups: torch.Tensor
     counts: torch.Tensor
     num_tokens: int
     num_choices: int
+
+    @cached_property
+    def order(self) -> torch.Tensor:
+        """The choices sorted by group, those of no group last. Shapes: [T K]."""
+        return torch.argsort(self.groups, stable=True)
 
     def rows(self, total: int) -> GroupedRows:
         """The rows, once their number `total` (the sum of `counts`) is known."""
@@ -136,4 +142,4 @@ def sort_choices(groups_TK: torch.Tensor, num_groups: int, *, once: bool = False
         none = none | same.tril(-1).any(2)
     flat = groups_TK.masked_fill(none, num_groups).reshape(-1)
     counts = torch.zeros(num_groups + 1, dtype=torch.int64, device=flat.device).scatter_add_(0, flat.long(), torch.ones_like(flat).long())
-    return Choices(torch.argsort(flat, stable=True), counts[:num_groups], num_tokens, num_choices)
+    return Choices(flat, counts[:num_groups], num_tokens, num_choices)
