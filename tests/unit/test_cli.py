@@ -121,6 +121,25 @@ def test_plan_prints_sizes_and_memory(capsys):
     assert "dp4" in out
 
 
+def test_plan_prints_where_the_state_lives_and_when_it_moves(capsys, tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text('[gemini]\ndevice = "800kB"\nhost = "1GB"\nplacement = "host"\n')
+    code, out, _ = call(capsys, "plan", str(path), "--memory", "tiny-vit", "--world", "1", "--json")
+    memory = json.loads(out)["memory"]
+    assert code == 0
+    assert [chunk["optimizer"] for chunk in memory["chunks"]] == ["host"] * len(memory["chunks"])
+    read = sum(chunk["bytes"] * len(chunk["fetched"]) for chunk in memory["chunks"])
+    assert memory["moved_bytes"]["host read"] == read + memory["chunks"][-1]["bytes"], (
+        "each fetch, and what stays gathered after its update"
+    )
+    code, out, _ = call(capsys, "plan", str(path), "--memory", "tiny-vit", "--world", "1")
+    assert code == 0
+    assert "smallest device budget" in out
+    code, _, err = call(capsys, "plan", "zero3", "--memory", "tiny-vit")
+    assert code == 2
+    assert "has no tiers" in err
+
+
 def test_plan_lists_every_conflict_and_ends_with_1(capsys):
     code, out, _ = call(capsys, "plan", "zero1+zero2+foo", "--json")
     assert code == 1

@@ -117,8 +117,7 @@ class Training:
         if self.runner is not None:
             self._through_stages(batch, self.runner)
             return
-        if self.engine.tiers is not None:
-            self.engine.prepare(self._largest_pass(batch), self.num_passes, lambda rows: self.objective(self.model, rows)[0])
+        self.plan_moves(batch)
         for number, (rows, weight) in enumerate(self._passes(batch, self.num_passes)):
             self.engine.begin_pass(number)
             last = number == self.num_passes - 1
@@ -205,6 +204,14 @@ class Training:
             return start, stop
         first, last = split_range(stop - start, self.cut.size, self.cut.index)
         return start + first, start + last
+
+    def plan_moves(self, batch: Any) -> None:
+        """Plans the moves of a step with this batch, where the state lives in tiers; nothing is run.
+
+        Raises: CapacityError where the device's budget is too small for it, with the smallest that would do.
+        """
+        if self.engine.tiers is not None:
+            self.engine.prepare(self._largest_pass(batch), self.num_passes, lambda rows: self.objective(self.model, rows)[0])
 
     def _largest_pass(self, batch: Any) -> Any:
         total = self.num_rows(batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
+from phalanx.cli.memory_plan import plan_memory, print_memory
 from phalanx.cli.output import print_json, print_rows, show_bytes
 from phalanx.errors import ConfigError
 
@@ -16,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world", type=int, help="number of ranks (default: the fewest that the plan needs)")
     parser.add_argument("--parameters", type=float, help="parameters of the model; the memory of each rank is then predicted")
     parser.add_argument("--table", action="store_true", help="print what every rank of the pipeline does, and draw a step in characters")
+    parser.add_argument("--memory", metavar="MODEL", help="a model as `verify` names it: prints where its state lives, and when it moves")
     parser.add_argument("--layers", type=int, default=1, help="layers of the model, of equal size (default: 1)")
 
 
@@ -37,11 +39,15 @@ def execute(arguments: argparse.Namespace) -> int:
     report = {"ok": True, "plan": str(plan), "world": world, "sizes": plan.sizes(world)}
     if arguments.parameters is not None:
         report["bytes_per_rank"] = _memory(plan, world, int(arguments.parameters), arguments.layers)
+    if arguments.memory is not None:
+        report["memory"] = plan_memory(plan, arguments.memory)
     shown = _pipeline(plan, arguments.layers, report) if plan.pp > 1 else ""
     if arguments.json:
         print_json(report)
     else:
         _print(report)
+        if arguments.memory is not None:
+            print_memory(report["memory"])
         if arguments.table:
             print(shown or "no pipeline, and so no table")
     return 0

@@ -279,6 +279,11 @@ class Gemini:
         finally:
             self.host.budget.give(num_bytes)
 
+    def budgets(self) -> dict[str, Budget]:
+        """The budget of each tier, with what it holds now."""
+        found = {DEVICE: self.arena.budget, HOST: self.host.budget}
+        return found | ({DISK: self.disk.budget} if self.disk else {})
+
     def moved(self) -> dict[tuple[str, str], int]:
         """The bytes that moved over each link so far."""
         found: dict[tuple[str, str], int] = {}

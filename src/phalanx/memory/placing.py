@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from phalanx.errors import CapacityError
 from phalanx.memory.eviction import Gap, choose_kept
 from phalanx.memory.prefetch import Fetch, choose_starts, predict_seconds
-from phalanx.memory.record import GATHER, GRADIENT, REDUCED, RELEASE, Record
+from phalanx.memory.record import GATHER, GRADIENT, REDUCED, RELEASE, Event, Record
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 BYTES_PER_S = {HOST: 12e9, DISK: 1.2e9}  # of a link whose bandwidth nobody stated; only their ratio decides anything
@@ -73,7 +73,7 @@ class MemoryPlan:
 
     `kept` are the numbers of the release events after which a chunk stays; `starts` lists, for the interval before each event, the
     gather events whose fetch begins there. `smallest` is the least device budget under which the record runs, `moved` the bytes
-    over each link in a step: (tier, "read" or "written").
+    over each link in a step: (tier, "read" or "written"). `stall_s` is what it waits for fetches: at most, as long as no step was timed.
     """
 
     homes: tuple[Home, ...]
@@ -84,6 +84,23 @@ class MemoryPlan:
     stall_s: float = 0.0
     record: Record = field(repr=False, default=Record((), ()))
     passes: int = 1
+
+    def moves_of(self, chunk: int) -> dict[str, list[int]]:
+        """When one chunk's parameters move in a step, by the numbers of events: wanted, fetched for it and since when, left there."""
+        numbered = list(enumerate(self.record.events * self.passes))
+        began = {gather: start for start, gathers in self.starts.items() for gather in gathers}
+        is_here = self.homes[chunk].is_device
+        found: dict[str, list[int]] = {"used": [], "fetched": [], "begun": [], "stays": []}
+        for number, event in numbered:
+            if event == Event(GATHER, chunk):
+                found["used"].append(number)
+                if not is_here:
+                    found["fetched"].append(number)
+                    found["begun"].append(began.get(number, number))
+            elif event == Event(RELEASE, chunk):
+                is_here = self.homes[chunk].is_device or number in self.kept
+                found["stays"] += [number] if is_here else []
+        return found
 
 
 def place_below(sizes: Sequence[Sizes], host: int, disk: int | None, device: int) -> list[Home]:
@@ -369,5 +386,4 @@ def _fetches(
     for event, start in zip(events, chosen, strict=True):
         if start <= event:
             starts[start] = (*starts.get(start, ()), event)
-    stall = predict_seconds(fetches, chosen, spans)[1] if durations is not None else 0.0
-    return starts, stall
+    return starts, predict_seconds(fetches, chosen, spans)[1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +63,12 @@ class OtherBytes(TorchDispatchMode):
         super().__init__()
         self.current = self.peak = 0
         self._live: dict[int, Any] = {}
-        self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
+        self._ignored: set[int] = set()
+        self.ignore(ignored)
+
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Leaves tensors out, and all that show the same memory."""
+        self._ignored |= {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -191,8 +196,10 @@ class DryRun:
                 stream = ParameterStream(self.model, self.units, Axis("alone", (0,), 0), name="dry run")
                 reducer = GradientReducer(order_of_completion(self.units), in_flight=self.in_flight)
                 reducer.on_complete = stream.chunk_complete  # type: ignore[assignment]
+                fake_batch = tree_map(self._fake, batch)
+                fake_buffers = [self.mode.from_tensor(buffer) for buffer in self.model.buffers()]
+                self.meter.ignore([*fake_buffers, *(leaf for leaf in tree_iter(fake_batch) if isinstance(leaf, torch.Tensor))])
                 with self.mode, self.meter:
-                    fake_batch = tree_map(lambda leaf: self._fake(leaf), batch)
                     for _ in range(2):
                         self.recorder.restart()
                         self._pass(loss_of, fake_batch, stream, reducer)
