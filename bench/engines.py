@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from bench import tensor_rows
 from bench.workload import Workload, adamw, build_model, input_ids
 
 Step = Callable[[int], float]
@@ -33,7 +34,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the table; `family` names what it competes with."""
+    """One line of the table; `family` names what it competes with. Ranks see different rows, or with `shares_rows` the same."""
 
     key: str
     title: str
@@ -41,6 +42,7 @@ class Row:
     build: Callable[[Setting], Step]
     world: int = 2
     needs: str = "torch"
+    shares_rows: bool = False
 
 
 def plain_loop(setting: Setting, model, optimizer, keep_gradients: bool = False) -> Step:
@@ -182,6 +184,12 @@ ROWS = {
         ),
         Row(key="phalanx-one", title="Phalanx, one process", family="phalanx", build=phalanx(0), world=1),
         *(Row(key=f"phalanx-zero{n}", title=f"Phalanx zero{n}", family="phalanx", build=phalanx(n)) for n in range(4)),
+        Row(key="torch-tp", title="parallelize_module", family="tensor", build=tensor_rows.parallelize_module, shares_rows=True),
+        Row(key="transformers-tp", title="transformers tp_plan", family="tensor", build=tensor_rows.transformers_plan, shares_rows=True),
+        *(
+            Row(key=f"phalanx-{key}", title=f"Phalanx {plan}", family="phalanx", build=tensor_rows.phalanx_plan(plan), shares_rows=True)
+            for key, plan in (("tp2", "tp2"), ("tp2-sp", "tp2+sp"))
+        ),
     )
 }
 # Not a competitor: the memory targets need to know what activations take by themselves.

@@ -39,7 +39,8 @@ def ratio(cell: dict, ours: str, theirs: str | None, baseline: str | None = None
         return None
     values = []
     for turn, (mine, other) in enumerate(zip(rounds_of(cell, ours), rounds_of(cell, theirs))):
-        floor = job_cpu_s(rounds_of(cell, baseline)[turn]) * ROWS[ours].world if baseline else 0.0
+        copies = 1 if ROWS[ours].shares_rows else ROWS[ours].world  # of the plain loop's work that the job does
+        floor = job_cpu_s(rounds_of(cell, baseline)[turn]) * copies if baseline else 0.0
         values.append((job_cpu_s(mine) - floor) / (job_cpu_s(other) - floor))
     return statistics.median(values)
 
@@ -80,9 +81,24 @@ def judge(results: dict) -> list[dict]:
 
     for workload, precisions in results.items():
         for precision, cell in precisions.items():
-            for what, value, limit in [*_cost(cell, workload), *_bytes(cell, precision)]:
+            for what, value, limit in [*_cost(cell, workload), *_tensor(cell), *_bytes(cell, precision)]:
                 hold(workload, precision, what, value, limit)
     return verdicts
+
+
+def _tensor(cell: dict) -> list[tuple[str, float | None, float]]:
+    """Tensor parallelism beside the best of PyTorch's and transformers' own, on the same rows."""
+    best, plain, targets = best_of(cell, "tensor"), best_of(cell, "plain"), []
+    for key, wanted in (("phalanx-tp2", 0.55), ("phalanx-tp2-sp", 0.65)):
+        title = ROWS[key].title.removeprefix("Phalanx ")
+        targets.append((f"CPU s above the plain loop, {title} over the best tensor row", ratio(cell, key, best, plain), 0.7))
+        least = min((wire_of(cell, other) for other in ("torch-tp", "transformers-tp") if wire_of(cell, other)), default=None)
+        if least and wire_of(cell, key):
+            targets.append((f"wire bytes, {title} over the best tensor row", wire_of(cell, key) / least, wanted))
+        peaks = [peak_of(cell, other) for other in ("torch-tp", "transformers-tp") if peak_of(cell, other)]
+        if peaks and peak_of(cell, key):
+            targets.append((f"peak bytes, {title} over the best tensor row", peak_of(cell, key) / min(peaks), 1.0))
+    return targets
 
 
 def _cost(cell: dict, workload: str) -> list[tuple[str, float | None, float]]:
@@ -128,7 +144,7 @@ def disagreements(cell: dict, precision: str) -> list[str]:
     curves = {}
     for key in cell:
         samples = rounds_of(cell, key)
-        if samples and ROWS[key].world > 1:
+        if samples and ROWS[key].world > 1 and not ROWS[key].shares_rows:
             curves[key] = [statistics.fmean(values) for values in zip(*(rank["losses"] for rank in samples[0]["ranks"]))]
     if not curves:
         return []
@@ -172,7 +188,7 @@ def _line(cell: dict, key: str, row, plain: str | None) -> str:
     if "skipped" in cell[key]:
         return f"| {row.title} | {row.world} | {cell[key]['skipped'].replace('|', '/')} | | | | | |"
     cpu_s = median_over(cell, key, job_cpu_s)
-    above = None if plain is None else cpu_s - row.world * median_over(cell, plain, job_cpu_s)
+    above = None if plain is None else cpu_s - (1 if row.shares_rows else row.world) * median_over(cell, plain, job_cpu_s)
     wall_s = median_over(cell, key, lambda sample: max(rank["wall_s"] for rank in sample["ranks"]))
     wire = wire_of(cell, key)
     cells = [
