@@ -67,6 +67,19 @@ def test_beside_other_terms(model, plan):
     check(model, plan, 4 if "zero" in plan else 2)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["tp2+ring2", "tp2+ulysses2", "tp2+sp+ring2", "tp2+pp2", "tp2+bf16"])
+def test_beside_other_ways_to_cut(plan):
+    check("tiny-llama", plan, 4)
+
+
+@pytest.mark.parametrize("clip_norm", [0.1, 1e-7])
+def test_clipping_counts_every_element_once(clip_norm):
+    """A norm that each rank has whole, keys that two ranks share, and parts of all else."""
+    report = verify_named(f"{USER_FILE}:heads_6_2", "tp4", 4, clip_norm=clip_norm)
+    assert report.ok, str(report)
+
+
 @pytest.mark.parametrize("plan", ["tp3", "tp2+sp"])
 def test_adapters_of_peft_go_in_like_any_other_module(plan):
     pytest.importorskip("peft")

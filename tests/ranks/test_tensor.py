@@ -253,3 +253,17 @@ def round_trip(plan, folder):
 @pytest.mark.parametrize(("plan", "world"), [("tp3", 3), ("zero3+tp2+sp", 4)])
 def test_files_of_transformers_go_out_and_in_bit_for_bit(plan, world, tmp_path):
     assert run_ranks(round_trip, world, plan, tmp_path)[0] == []
+
+
+def generated(plan):
+    model = llama(2).eval()
+    options = dict(max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)
+    prompts = torch.tensor([[5, 6, 7], [9, 4, 2]])
+    expected = model.generate(prompts, **options)
+    boosted, *_ = px.Booster(plan).boost(model)
+    return torch.equal(boosted.generate(prompts, **options), expected)
+
+
+@pytest.mark.parametrize(("plan", "world"), [("tp2+sp", 2), ("zero3+tp2", 4)])
+def test_a_split_model_generates_as_before(plan, world):
+    assert all(run_ranks(generated, world, plan))

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from phalanx.anatomy import Anatomy, Unrunnable, call_with, read_anatomy, read_stream
+from phalanx.anatomy import Anatomy, Unrunnable, call_with, is_linear, read_anatomy, read_stream
 from phalanx.cluster import comm, launch
 from phalanx.cluster import device as devices
 from phalanx.cluster.placement import Placement
 from phalanx.cluster.random import SplitDraws
 from phalanx.errors import PlanError
+from phalanx.log import get_logger
 from phalanx.parallel.tensor import OneDimensional, OnGrid, VocabularyLoss, grid_2d, grid_3d, grid_25d, split_model
 from phalanx.parallel.tensor.kind import Place
 
@@ -29,6 +30,7 @@ def split(model: nn.Module, context: Context) -> None:
     """
     anatomy = read(model, context)
     _require_split(anatomy, context)
+    _tell_what_stays_whole(model, anatomy, context.plan.tp)
     owners = _owners(model)
 
     def place(module: nn.Module, attribute: str, placement: Placement) -> None:
@@ -130,6 +132,20 @@ def _require_split(anatomy: Anatomy, context: Context) -> None:
             f"sp cuts the sequence, and {name} takes in other tokens of {source}",
             allowed="sp where every attention is split by heads",
             remedy=f"tp{tp} without sp",
+        )
+
+
+def _tell_what_stays_whole(model: nn.Module, anatomy: Anatomy, tp: int) -> None:
+    """One line from the first rank about projections inside of layers that are not split; the numbers are right all the same."""
+    inside = [
+        name
+        for name in anatomy.whole
+        if is_linear(model.get_submodule(name)) and name.startswith(tuple(f"{layer}." for layer in anatomy.layers))
+    ]
+    if inside:
+        first = inside[0]
+        get_logger().info(
+            f"tp{tp} keeps {len(inside)} projections whole on every rank; {first}: {anatomy.whole[first]} (see phalanx anatomy)"
         )
 
 
