@@ -30,7 +30,8 @@ def split(model: nn.Module, context: Context) -> None:
     """
     anatomy = read(model, context)
     _require_split(anatomy, context)
-    _tell_what_stays_whole(model, anatomy, context.plan.tp)
+    if context.mesh.rank == 0:
+        _tell_what_stays_whole(model, anatomy, context.plan.tp)
     owners = _owners(model)
 
     def place(module: nn.Module, attribute: str, placement: Placement) -> None:
