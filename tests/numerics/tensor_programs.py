@@ -116,6 +116,19 @@ def counted():
     return small(Decoder(lambda: CountedBlock(24), 24)), mean_loss, batch
 
 
+class SummedBlock(CountedBlock):
+    """Between its two projections an MLP mixes features, so that neither can be split."""
+
+    def forward(self, x):
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp[2](self.mlp[0](self.mlp_norm(x)).sigmoid().cumsum(-1))
+
+
+def summed():
+    """Projections that stay whole among others that are split."""
+    return small(Decoder(lambda: SummedBlock(24), 24)), mean_loss, batch
+
+
 class RelativeAttention(nn.Module):
     """Bidirectional, with a learned bias for each head and distance."""
 

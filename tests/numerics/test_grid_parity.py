@@ -9,7 +9,7 @@ from phalanx.plan import Plan
 from phalanx.verify import verify_named
 
 USER_FILE = Path(__file__).with_name("tensor_programs.py")
-USER_MODELS = ("fused", "counted", "relative", "heads_6_2", "heads_6_3", "heads_12_3", "heads_4_1")
+USER_MODELS = ("fused", "counted", "relative", "heads_6_2", "heads_6_3", "heads_12_3", "heads_4_1", "summed")
 FAMILIES = ("tiny-llama", "tiny-gpt2", "tiny-qwen3", "tiny-bert", "tiny-t5", "tiny-vit", "tiny-opt", "tiny-phi3")
 GRIDS = [("tp4:2d", 4), ("tp8:2.5d2", 8), ("tp8:3d", 8)]
 
@@ -26,6 +26,7 @@ COVER = [
     ("tiny-gpt2", "tp4:2d", 4),
     ("tiny-t5", "tp4:2d+acc2+recompute", 4),
     ("fused", "tp4:2d", 4),
+    ("summed", "tp4:2d", 4),
     ("heads_6_3", "tp4:2d", 4),
     ("tiny-qwen3", "zero1+tp8:2.5d2", 8),
     ("tiny-gpt2", "zero3+tp4:2d", 8),

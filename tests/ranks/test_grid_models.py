@@ -99,3 +99,24 @@ def test_draws_are_the_same_on_whole_activations_and_differ_on_split_ones():
     assert not torch.equal(first[inside], same_rows[inside])
     assert not torch.equal(first[inside], other_rows[inside])
     assert 0.2 < float(first[inside].double().mean()) < 0.6
+
+
+def _saved(kind: str, path: str) -> bool:
+    """Saves a model that is cut, loads it again, and compares full weights with those it was built with."""
+    booster, model = Booster(plan_of(kind, 8 if kind != "2d" else 4)), model_of(2)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    full = booster.full_state_dict()
+    booster.save_model(path)
+    booster.load_model(path)
+    again = booster.full_state_dict()
+    return all(torch.equal(full[name], start[name]) and torch.equal(again[name], start[name]) for name in full)
+
+
+@pytest.mark.parametrize(("kind", "world"), GRIDS)
+def test_a_cut_model_is_saved_and_loaded_bit_for_bit(kind, world, tmp_path):
+    from transformers import GPT2LMHeadModel
+
+    assert run_ranks(_saved, world, kind, str(tmp_path / "model")) == [True] * world
+    loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model_of(2).state_dict().items())

@@ -59,3 +59,10 @@ def test_tensor_parallelism_is_rehearsed(rehearsed_world, plan):
     activations = 2 * 16 * 256 * 4
     least = 3 * 8 * 3 / 4 * activations
     assert least < sent < least + 3 * 4 * num_parameters / 4 * 1.1 + 10 * activations
+
+
+@pytest.mark.parametrize("plan", ["zero1+tp4:2d", "zero3+tp8:2.5d2", "tp64:3d"])
+def test_grids_are_rehearsed(rehearsed_world, plan):
+    """What is cut into more parts sends less than all parameters of a data rank would."""
+    sent, num_parameters = wire_bytes_of_a_step(plan)
+    assert 0 < sent < 3 * 4 * num_parameters

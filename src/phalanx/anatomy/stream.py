@@ -22,13 +22,15 @@ END, START = "the end of ", "the start of "
 
 @dataclass
 class StreamReading:
-    """Where the stream of each stack cannot be cut, and why, by the names of modules; and the whole projections that give into it.
+    """Where the stream of each stack cannot be cut, and why, by the names of modules.
 
-    Names are those of the blocks that stand for others of their kind, see `kinds`.
+    Of the projections in no group, `joining` give into the stream, and `inner` into others of their kind. Names are those of the blocks
+    that stand for others of their kind, see `kinds`.
     """
 
     faults: dict[str, str] = field(default_factory=dict)
     joining: set[str] = field(default_factory=set)
+    inner: set[str] = field(default_factory=set)
     kinds: dict[str, str] = field(default_factory=dict)
 
     def joins(self, name: str) -> bool:
@@ -57,6 +59,8 @@ def _read(specimen: Specimen, seams: tuple[Proved, ...]) -> StreamReading:
         fault = _judge(flow, reading, name, kind, taken)
         if fault is not None:
             reading.faults[name] = fault
+    both = reading.inner & reading.joining
+    reading.faults |= dict.fromkeys(both, "its output belongs to the stream, and to a projection that takes it in whole")
     return reading
 
 
@@ -65,16 +69,12 @@ def _judge(flow: _Flow, reading: StreamReading, name: str, kind: str, taken: tor
     half = torch.rand(taken.shape, dtype=taken.dtype, generator=torch.Generator().manual_seed(taken.numel())) + 0.5
     half[..., taken.shape[-1] // 2 :] = 0
     reached = flow.gradients(taken, half)
+    sources = {source: flow.given[source][0] for source in reached}
+    if kind == "whole" and sources and all(source == "whole" for source in sources.values()):
+        reading.inner.update(sources)  # within a run of whole projections
+        return None
     if parameters := flow.loose_parameters(taken, half):
         return f"it takes in {parameters[0]}, which no module of its own reads"
-    sources = {source: flow.given[source][0] for source in reached}
-    if (
-        kind == "whole"
-        and sources
-        and all(source == "whole" for source in sources.values())
-        and not any(_is_aligned(gradient, taken) for gradient in reached.values())
-    ):
-        return None  # within a run of whole projections
     for source, gradient in reached.items():
         if not _is_aligned(gradient, taken):
             return f"it mixes features of {source}"
