@@ -3,10 +3,12 @@
     python -m bench.sequence time [--tokens 4096] [--rounds 7]
     python -m bench.sequence memory [--tokens 8192]
     python -m bench.sequence rehearse [--tokens 131072]
+    python -m bench.sequence ring [--tokens 4096]
 
 `time`: the rounds of one process and of every plan take turns. A plan is held against half of one process, plus the bytes it sends
 times the CPU seconds per byte of a bare all-to-all of 1 MB messages in the same run. `memory` counts the tensors of real steps,
-`rehearse` what a forward makes and holds in a dry run without data.
+`rehearse` what a forward makes and holds in a dry run without data. `ring` holds one causal attention, forward and backward, against
+that of ring-attention-pytorch where it is installed.
 """
 
 from __future__ import annotations
@@ -23,8 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import phalanx as px
+from phalanx.booster.sequences import SplitSequences
 from phalanx.cluster import comm, launch
 from phalanx.cluster.mesh import Mesh
+from phalanx.kernels.attention import Form
+from phalanx.kernels.attention_sight import Sight
+from phalanx.parallel.sequence import Cut, Grid, Rows, attention
 from phalanx.testing import run_ranks
 from phalanx.train.memory import TensorCount
 
@@ -157,7 +163,10 @@ class HollowCount(TorchDispatchMode):
 
 
 def forward_bytes(plan: str, world: int, sizes: dict[str, int], tokens: int) -> tuple[int, int]:
-    """What a forward holds for its backward, and the most that lives in it, of one rank in a rehearsal."""
+    """What a forward up to the logits holds, and the most that lives in it, of one rank in a rehearsal.
+
+    The loss keeps the logits alone, in so many small pieces that a dry run takes minutes for them.
+    """
     launch.shutdown()
     launch.rehearse(world, 1 if world > 1 else 0)
     booster = px.Booster(plan)
@@ -166,10 +175,13 @@ def forward_bytes(plan: str, world: int, sizes: dict[str, int], tokens: int) -> 
         booster.boost(model, torch.optim.AdamW(model.parameters()))
         ids = torch.zeros(1, tokens, dtype=torch.long)
         training = booster.trainings[0]
-        with training._placed({"input_ids": ids, "labels": ids}) as part, HollowCount() as count:
-            loss, _ = training.objective(model, part)
-        held = count.live
-        del loss
+        # In a dry run transformers cannot see that rows are not packed, and would make a mask of all tokens for one process.
+        alone = Grid(booster.mesh.axis("cp"), booster.mesh.axis("cp"))
+        split = training.sequences or SplitSequences(model, alone, training.objective.own, lambda batch: batch, uses_own_loss=True)
+        with split.running({"input_ids": ids, "labels": ids}) as part, HollowCount() as count:
+            logits = model(**{name: value for name, value in part.items() if "labels" not in name}).logits
+            held = count.live
+            del logits
     launch.shutdown()
     return held, count.peak
 
@@ -187,17 +199,46 @@ def rehearse(options: argparse.Namespace) -> None:
         )
 
 
+def ring_seconds(tokens: int, peer: bool) -> float:
+    """CPU seconds of this rank for one causal attention of 8 heads of 32, forward and backward, over a ring of all ranks."""
+    axis = Mesh({"ring": launch.world().size}).axis("ring")
+    shape = (1, 8, tokens // axis.size, 32)
+    q, k, v, grad = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(4))
+    if peer:
+        from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
+
+        q, k, v, grad = (tensor.transpose(1, 2).contiguous() for tensor in (q, k, v, grad))
+        run = lambda: ring_flash_attn(q, k, v, causal=True, bucket_size=512, ring_reduce_col=True)  # noqa: E731
+    else:
+        grid = Grid(axis, Mesh({"world": axis.size, "one": 1}).axis("one"))
+        rows = Rows(Cut(tokens, axis.size, 1))
+        run = lambda: attention(q, k, v, Sight(after=0), Form(scale=32**-0.5), rows, grid)  # noqa: E731
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    run().backward(grad)
+    begin = time.process_time()
+    for _ in range(3):
+        run().backward(grad)
+    return (time.process_time() - begin) / 3
+
+
+def compare_rings(options: argparse.Namespace) -> None:
+    found = {peer: [sum(run_ranks(ring_seconds, 2, options.tokens, peer)) for _ in range(options.rounds)] for peer in (False, True)}
+    own, peer = (statistics.median(found[key]) for key in (False, True))
+    print(f"a ring of 2, {options.tokens} tokens: {own:.3f} CPU s in all, ring-attention-pytorch {peer:.3f}, ratio {own / peer:.3f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("time", "memory", "rehearse"))
+    parser.add_argument("what", choices=("time", "memory", "rehearse", "ring"))
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--plans", default="zero1+ulysses2,zero1+ring2")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    options.tokens = options.tokens or {"time": 4096, "memory": 8192, "rehearse": 131072}[options.what]
-    {"time": compare_time, "memory": compare_memory, "rehearse": rehearse}[options.what](options)
+    options.tokens = options.tokens or {"time": 4096, "memory": 8192, "rehearse": 131072, "ring": 4096}[options.what]
+    {"time": compare_time, "memory": compare_memory, "rehearse": rehearse, "ring": compare_rings}[options.what](options)
 
 
 if __name__ == "__main__":
