@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from phalanx.anatomy import Anatomy, Unrunnable, call_with, is_linear, read_anatomy, read_stream
+from phalanx.anatomy.experts_seam import stacked_experts
 from phalanx.cluster import comm, launch
 from phalanx.cluster import device as devices
 from phalanx.cluster.placement import Placement
@@ -29,7 +30,7 @@ def split(model: nn.Module, context: Context) -> None:
     Raises: PlanError where the model cannot be read, or nothing of it can be split.
     """
     anatomy = read(model, context)
-    _require_split(anatomy, context)
+    _require_split(anatomy, model, context)
     if context.mesh.rank == 0:
         _tell_what_stays_whole(model, anatomy, context.plan.tp)
     owners = _owners(model)
@@ -118,9 +119,9 @@ def _call(context: Context) -> Any:
         return call_with(context.example, context.forward) if context.example is not None else None
 
 
-def _require_split(anatomy: Anatomy, context: Context) -> None:
+def _require_split(anatomy: Anatomy, model: nn.Module, context: Context) -> None:
     tp = context.mesh.size("tp")
-    if not anatomy.seams:
+    if not anatomy.seams and not stacked_experts(model):  # the width of experts is split where they are placed
         name, reason = next(iter(anatomy.whole.items()), ("the model", "it has no projections"))
         raise PlanError(
             f"tp{tp} finds nothing to split: {name}: {reason}", allowed="layers with heads or an MLP", remedy="zero3 in place of tp"
