@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from bench import tensor_rows
+from bench.pipelines import phalanx_pipeline, torch_pipeline
 from bench.workload import Workload, adamw, build_model, input_ids
 
 Step = Callable[[int], float]
@@ -189,6 +190,23 @@ ROWS = {
         *(
             Row(key=f"phalanx-{key}", title=f"Phalanx {plan}", family="phalanx", build=tensor_rows.phalanx_plan(plan), shares_rows=True)
             for key, plan in (("tp2", "tp2"), ("tp2-sp", "tp2+sp"))
+        ),
+        Row(key="torch-1f1b", title="torch pipelining 1F1B, even cut", family="pipelining", build=torch_pipeline(1), shares_rows=True),
+        Row(key="torch-interleaved", title="torch pipelining interleaved", family="pipelining", build=torch_pipeline(2), shares_rows=True),
+        Row(
+            key="phalanx-pp2-even",
+            title="Phalanx pp2, the same cut",
+            family="phalanx",
+            build=phalanx_pipeline("", (4, 4)),
+            shares_rows=True,
+        ),
+        Row(key="phalanx-pp2", title="Phalanx pp2, its own cut", family="phalanx", build=phalanx_pipeline(""), shares_rows=True),
+        Row(
+            key="phalanx-interleaved-even",
+            title="Phalanx interleaved2, the same cut",
+            family="phalanx",
+            build=phalanx_pipeline("interleaved2+", (2, 2, 2, 2)),
+            shares_rows=True,
         ),
     )
 }

@@ -63,7 +63,7 @@ COVER = [
     ("zero3+tp2+pp2+acc2", 8),
     ("zero2+pp2+interleaved2+recompute", 4),
     ("zero1+pp4+bf16", 8),
-    ("tp2+sp+pp2+zbv", 4),
+    ("tp2+sp+pp2+interleaved2+selective", 4),
     ("ring2+pp2+recompute", 4),
     ("ulysses2+pp2+zb-h1+acc2", 4),
 ]

@@ -207,6 +207,19 @@ def test_what_is_added_to_the_hidden_states_between_layers_is_carried_or_refused
         run_ranks(carry, 4, batch(1))
 
 
+def stage_by_stage(sizes):
+    model = decoder(layers=5)
+    booster, model, _ = boost("pp2", model, sgd(model), stage_sizes=sizes)
+    booster.step(batch(1))
+    return sorted({int(name.split(".")[1]) for name, _ in model.named_parameters() if name.startswith("blocks.")})
+
+
+def test_stages_are_cut_as_given():
+    assert run_ranks(stage_by_stage, 2, (4, 1)) == [[0, 1, 2, 3], [4]]
+    with pytest.raises(RankError, match=r"stages of \[4, 4\] layers.*add up to 5"):
+        run_ranks(stage_by_stage, 2, (4, 4))
+
+
 def call_directly():
     _, model, _ = boost("pp2", decoder())
     with pytest.raises(ConfigError, match=r"booster\.evaluate"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ class Booster:
 
     `plan` is a Plan, its text ("zero2+bf16"), a table, or a plugin. `clip_norm` limits the global gradient norm of kind `norm_type`.
     `forward(model, batch)`, `count(batch)` and `split(batch, start, stop)` replace the defaults for unusual models and batches.
+    `stage_sizes` are the layers of each pipeline stage; without them stages are cut by counted cost.
     Raises: PlanError listing every conflict before anything is changed.
     """
 
@@ -65,13 +66,14 @@ class Booster:
         count: Callable[[Any], Any] | None = None,
         split: Callable[[Any, int, int], Any] | None = None,
         routing: Routing | None = None,
+        stage_sizes: Sequence[int] | None = None,
         seed: int = 0,
     ):
         plan, plugin = _plan_and_plugin(plan, plugin)
         self.plan, self.plugin = plan, plugin
         self.clip_norm = clip_norm if clip_norm is not None else getattr(plugin, "clip_norm", None)
         self.norm_type, self.seed, self.routing = norm_type, seed, routing
-        self.forward, self.count, self.split = forward, count, split
+        self.forward, self.count, self.split, self.stage_sizes = forward, count, split, stage_sizes
         if self.clip_norm is not None and self.clip_norm <= 0:
             raise ConfigError(f"clip_norm is {self.clip_norm}", allowed="a number above 0, or None", remedy="clip_norm=1.0")
         self.world = launch.launch()
@@ -106,7 +108,7 @@ class Booster:
         start = StartState(model, self.mesh.world, self.world.device)
         if self.plan.pp > 1:
             watchable = watchable_forward(model, dataloader, lambda batch: objective(model, batch))
-            context.stages = Stages(model, self.plan, self.mesh, self.world.device, context.share, watchable)
+            context.stages = Stages(model, self.plan, self.mesh, self.world.device, context.share, watchable, self.stage_sizes)
         for run in PASSES:
             model = run(model, context)
         objective.loss_alone = context.loss_alone

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +32,22 @@ if TYPE_CHECKING:
 class Stages:
     """One model's cut for one plan; made before any pass changes the model, applied after all others have."""
 
-    def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, device: torch.device, share: PassShare, run: Callable[[], Any] | None):
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        mesh: Mesh,
+        device: torch.device,
+        share: PassShare,
+        run: Callable[[], Any] | None,
+        sizes: Sequence[int] | None = None,
+    ):
         self.model, self.plan, self.mesh, self.device, self.share = model, plan, mesh, device, share
         self.axis = mesh.axis("pp")
         self.blocks = tuple(layer_stacks(model))
         self.places = _places(model, self.blocks, run)
         self.table = _table(plan, model, self.blocks, self.places)
-        self.cut = Cut.balanced(model, self.blocks, self.places, self.table.num_stages)
+        self.cut = Cut.balanced(model, self.blocks, self.places, self.table.num_stages, sizes)
         self.stage_of = dict(stages_by_registration(model, self.cut))
         self.mine = [self.table.stage(self.axis.index, chunk) for chunk in range(self.table.num_chunks)]
         self.current = self.mine[0]

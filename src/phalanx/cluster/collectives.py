@@ -274,7 +274,9 @@ class _Buffers:
             buffer = self._free[position]
             if buffer.numel() == numel and buffer.dtype == dtype:
                 return self._free.pop(position)
-        return torch.empty(numel, dtype=dtype)
+        # Selective recompute watches which operations run in a forward and again in its backward; whether a buffer is at hand differs.
+        with torch._C._DisableTorchDispatch():
+            return torch.empty(numel, dtype=dtype)
 
     def give(self, buffer: torch.Tensor) -> None:
         self._free.append(buffer)
