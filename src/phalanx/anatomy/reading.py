@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from phalanx.anatomy.dataflow import Dataflow
 from phalanx.anatomy.groups import Group, find_groups
 from phalanx.anatomy.locality import Local
+from phalanx.anatomy.narrow import fits, narrowed, widened
 from phalanx.anatomy.proof import Proved, prove
-from phalanx.anatomy.specimen import Specimen, blocks_of, is_linear, make_specimen, stacks_of
+from phalanx.anatomy.specimen import Specimen, Unrunnable, blocks_of, is_linear, make_specimen, num_copied, stacks_of
 from phalanx.anatomy.stacks import layer_stacks
 from phalanx.anatomy.tables import WHOLE
 from phalanx.anatomy.ties import tie_groups
@@ -67,11 +68,29 @@ def read_anatomy(
 
     `call` runs a forward on a copy; without it inputs are made up. `overrule` maps patterns of module names to the reason why they
     stay whole.
-    Cost: a copy of the first layers in float64, and some dozens of short forwards and backwards on it.
+    Cost: a copy of the first layers in float64, and some dozens of short forwards and backwards on it; of a large model of
+    `transformers` a narrower one is built from its config for that.
     Raises: Unrunnable where the copy cannot be run.
     """
     with unset_fake_temporarily():  # also in a rehearsal the copy has numbers
-        return _read(model, make_specimen(model, call), parts, overrule or {})
+        anatomy = _read_narrower(model, parts, overrule or {})
+        return anatomy or _read(model, make_specimen(model, call), parts, overrule or {})
+
+
+def _read_narrower(model: nn.Module, parts: int, overrule: dict[str, str]) -> Anatomy | None:
+    """The reading of a narrower model, made as wide as this one; None where there is no such model, or its reading does not fit."""
+    found = narrowed(model, num_copied(model))
+    if found is None:
+        return None
+    small, factor = found
+    try:
+        anatomy = _read(small, make_specimen(small, None), parts, overrule)
+    except Unrunnable:
+        return None
+    seams = tuple(dataclasses.replace(item, group=widened(item.group, factor)) for item in anatomy.seams)
+    if not all(fits(item.group, model) for item in seams):
+        return None
+    return dataclasses.replace(anatomy, seams=seams, ties=tuple(tie_groups(model)))
 
 
 def _read(model: nn.Module, specimen: Specimen, parts: int, overrule: dict[str, str]) -> Anatomy:

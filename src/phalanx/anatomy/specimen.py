@@ -49,6 +49,12 @@ def make_specimen(model: nn.Module, call: Call | None) -> Specimen:
     return Specimen(small, call or guess_call(small), kinds)
 
 
+def num_copied(model: nn.Module) -> int:
+    """The elements of the parameters that a specimen of the model would have."""
+    with _cut_to(model, _first_of_each_kind(model)[0]):
+        return sum(parameter.numel() for parameter in model.parameters())
+
+
 def fresh_tensors(model: nn.Module) -> dict[int, Any]:
     """What a deep copy is to put in the place of parameters and buffers: float64 on the processor, whatever the model has.
 
