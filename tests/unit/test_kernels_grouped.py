@@ -5,6 +5,7 @@ import torch
 
 from phalanx.kernels.grouped import grouped_linear
 from phalanx.kernels.grouped_rows import sort_choices
+from phalanx.kernels.silu_gate import silu_gate
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -64,3 +65,10 @@ def test_weights_in_a_wider_dtype_are_not_rounded_first():
     torch.testing.assert_close(out, right)
     out.sum().backward()
     assert weights.grad.dtype == torch.float32
+
+
+def test_the_gate_by_one_operation():
+    inner = torch.randn(5, 14, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(silu_gate, inner)
+    gate, up = inner.chunk(2, -1)
+    torch.testing.assert_close(silu_gate(inner), torch.nn.functional.silu(gate) * up, rtol=0, atol=0)

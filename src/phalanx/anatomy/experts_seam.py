@@ -71,3 +71,10 @@ def stacked_experts(model: nn.Module) -> list[StackedExperts]:
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Makes `forward(module, ...)` what the module computes; a copy of the model computes with its own parameters."""
     module.forward = MethodType(forward, module)
+
+
+def gates_as_usual(module: nn.Module) -> bool:
+    """Whether experts multiply the activation of their first half with their second, as the interface does by default."""
+    from transformers.integrations.moe import _default_apply_gate
+
+    return getattr(type(module), "_apply_gate", None) is _default_apply_gate

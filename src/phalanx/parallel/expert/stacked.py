@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from phalanx.anatomy.experts_seam import gates_as_usual
 from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
 from phalanx.kernels.grouped import grouped_linear
+from phalanx.kernels.silu_gate import silu_gate
 from phalanx.parallel.expert.capacity import Capacity
 from phalanx.parallel.expert.exchange import dispatch
 from phalanx.parallel.expert.homes import Homes
@@ -45,7 +47,7 @@ class StackedForward:
         up = "gate_up_proj" if module.has_gate else "up_proj"
         bias = getattr(module, f"{up}_bias") if biased else None
         inner = grouped_linear(x_PH, getattr(module, up), sizes, bias, transposed=transposed)
-        inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+        inner = _inside(module, inner)
         bias = self._output_bias(module.down_proj_bias) if biased else None
         y_PH = grouped_linear(inner, module.down_proj, sizes, bias, transposed=transposed)
         return module.post_expert_norm(y_PH) if module.has_post_expert_norm else y_PH
@@ -53,3 +55,11 @@ class StackedForward:
     def _output_bias(self, bias: torch.Tensor) -> torch.Tensor:
         """The parts of the width add up, so one of them has the output's bias and the others 0."""
         return bias if self.width_axis is None or self.width_axis.index == 0 else bias * 0
+
+
+def _inside(module: Any, inner: torch.Tensor) -> torch.Tensor:
+    """What an expert does between its two products: its own gate or activation, the usual gate by one operation."""
+    if not module.has_gate:
+        return module.act_fn(inner)
+    is_usual = gates_as_usual(module) and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
+    return silu_gate(inner) if is_usual else module._apply_gate(inner)
