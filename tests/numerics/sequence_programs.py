@@ -257,3 +257,10 @@ def llama_classes():
 
     model = LlamaForSequenceClassification(llama().config)
     return model, lambda step: {"input_ids": draw(step, ROWS, LENGTH), "labels": torch.tensor([0, 1, 2])}
+
+
+def mixture():
+    """A mixture with its own balance loss, which counts tokens: those that rows are padded with inside must not count."""
+    model = build_tiny("tiny-mixtral")[0]
+    model.config.output_router_logits, model.router_aux_loss_coef = True, 0.1
+    return model, lambda step: {"input_ids": draw(step, ROWS, LENGTH), "labels": draw(step, ROWS, LENGTH), "output_router_logits": True}

@@ -43,6 +43,7 @@ COVER = [
     ("llama_biased", "ulysses2+ring2"),
     ("llama_short", "ring4"),
     ("llama_criterion", "ring2"),
+    ("mixture", "cp3"),
 ]
 MODELS = ("tiny-llama", "tiny-qwen3", "tiny-gpt2", "tiny-gemma2", "tiny-gemma3-text", "tiny-bert", "tiny-olmoe")
 PROGRAM_MODELS = ("own_plain", "llama_packed", "llama_left")

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from phalanx.anatomy import AttentionCall, AttentionSeam, OwnLoss, Seen, length_dependent_positions, own_positions
 from phalanx.anatomy.attention_seam import Told
+from phalanx.anatomy.balance_seam import balance_speakers
 from phalanx.cluster import comm
 from phalanx.data import num_rows
 from phalanx.errors import PlanError, ShapeError
@@ -63,6 +64,8 @@ class SplitSequences:
         accepted = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in accepted
         self.caches = "use_cache" in accepted and hasattr(getattr(model, "config", None), "use_cache")
+        # A mixture's balance loss counts every token that no attention mask hides, so it must be told what is padding.
+        self.counts_tokens = "attention_mask" in accepted and bool(balance_speakers(model))
         self.label_style = self.label_styles()[0]
         # Where the model's own files ask for the numbers of all tokens; None while they are being found out.
         self.position_sites: set[tuple[str, int]] | None = None
@@ -105,6 +108,8 @@ class SplitSequences:
             if self.takes_positions and batch.get("position_ids") is None:
                 own = own_positions(self.model, batch)
                 local["position_ids"] = pad(places, (0, num_extra), value=length - 1)[None] if own is None else cutter.tokens(own, 0)
+            if self.counts_tokens and batch.get("attention_mask") is None and (num_extra or cut.padded > length):
+                local["attention_mask"] = cutter.tokens(torch.ones(rows, length, dtype=torch.int64), 0)
             if self.caches:
                 local["use_cache"] = False
         documents, hidden = _documents(batch, length), _hidden(batch, length)
