@@ -107,6 +107,15 @@ def test_the_disk_is_counted():
     assert moved[HOST, "read"] == moved[HOST, "written"] == 0
 
 
+def test_gradients_leave_beside_the_work_where_there_is_room():
+    sizes = [chunk(n) for n in range(4)]
+    assert not plan(sizes, 800, may_lag=True).lags
+    roomy = plan(sizes, 1200, placement=HOST, may_lag=True)
+    assert roomy.lags
+    assert roomy.smallest == 800, "the smallest budget is that without"
+    assert roomy.moved == plan(sizes, 800).moved | {(HOST, "read"): 8 * 400 - 400}
+
+
 def test_fetches_are_foreseen():
     sizes = [chunk(n) for n in range(4)]
     events = len(record_of(4).events)

@@ -65,6 +65,7 @@ class Gemini:
         self.follows = False
         self.at = 0
         self.pending: dict[TieredChunk, Copy] = {}
+        self.leaving: tuple[Copy, torch.Tensor] | None = None
         self.clock = _Clock()
 
     def below(self, tier: str) -> Tier:
@@ -129,6 +130,7 @@ class Gemini:
         found = [chunk.sizes() for chunk in self.chunks]
         below = [self.came_from.get(chunk.number, chunk.home) for chunk in self.chunks]
         options = {"passes": passes, "placement": self.sizes.placement, "durations": durations, "bytes_per_s": self.sizes.bytes_per_s}
+        options["may_lag"] = self.host.is_asynchronous or self.disk is not None
         return plan_step(found, below, record, self.sizes.device, **options)  # type: ignore[arg-type]
 
     def _carry_out(self, plan: MemoryPlan) -> None:
@@ -208,8 +210,24 @@ class Gemini:
         if follows:
             self._begin_fetches()
 
+    def let_leave(self, copy: Copy, gradient: torch.Tensor) -> None:
+        """A gradient is on its way down: it is waited for now, or when the next one leaves, as there is room."""
+        self.leaving = copy, gradient
+        if not (self.follows and self.plan is not None and self.plan.lags):
+            self.land()
+
+    def land(self) -> None:
+        """Waits for the gradient that is on its way, and gives its memory back."""
+        if self.leaving is not None:
+            begin = time.perf_counter()
+            (copy, gradient), self.leaving = self.leaving, None
+            copy.wait()
+            self.arena.empty(gradient)
+            self.clock.waited += time.perf_counter() - begin
+
     def _make_room(self, chunk: TieredChunk) -> None:
         """Off the plan: whatever is not in use leaves, if there is no room beside it."""
+        self.land()
         wanted = chunk.compute_shard.nbytes + (chunk.full.nbytes if chunk.full is not chunk.compute_shard else 0)
         for other in self.chunks:
             if self.arena.budget.free >= wanted:
@@ -238,6 +256,7 @@ class Gemini:
     def update(self, optimizer: torch.optim.Optimizer, step: Callable[[], None]) -> None:
         """Runs the optimizer chunk by chunk, in the order of next use, each part where it lives."""
         self.end_passes()
+        self.land()
         self.optimizer_state = optimizer.state
         for chunk in self.chunks:
             if not chunk.learns:

@@ -74,6 +74,7 @@ class MemoryPlan:
     `kept` are the numbers of the release events after which a chunk stays; `starts` lists, for the interval before each event, the
     gather events whose fetch begins there. `smallest` is the least device budget under which the record runs, `moved` the bytes
     over each link in a step: (tier, "read" or "written"). `stall_s` is what it waits for fetches: at most, as long as no step was timed.
+    With `lags` a gradient leaves beside the work, and its memory is free when the next one is summed.
     """
 
     homes: tuple[Home, ...]
@@ -82,6 +83,7 @@ class MemoryPlan:
     smallest: int
     moved: Mapping[tuple[str, str], int]
     stall_s: float = 0.0
+    lags: bool = False
     record: Record = field(repr=False, default=Record((), ()))
     passes: int = 1
 
@@ -186,8 +188,8 @@ def staging_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
 class _Timeline:
     """The events of all passes of a step, and what the device must hold in each interval."""
 
-    def __init__(self, sizes: Sequence[Sizes], homes: Sequence[Home], record: Record, passes: int):
-        self.sizes, self.homes = sizes, homes
+    def __init__(self, sizes: Sequence[Sizes], homes: Sequence[Home], record: Record, passes: int, lags: bool = False):
+        self.sizes, self.homes, self.lags = sizes, homes, lags
         self.events = record.events * passes
         self.length = len(self.events) + 1
         joint = max(record.others[0], record.others[-1]) if record.others else 0
@@ -219,6 +221,14 @@ class _Timeline:
                 yield start, at + 1, self._bytes_in_use(event.kind, event.chunk)
         for (kind, chunk), start in since.items():
             yield start, self.length, self._bytes_in_use(kind, chunk)
+        if self.lags:
+            yield from self._leaving()
+
+    def _leaving(self) -> Iterator[tuple[int, int, int]]:
+        """A summed gradient that leaves beside the work is there until the next one is summed."""
+        sums = [at for at, event in enumerate(self.events) if event.kind == REDUCED and not self.homes[event.chunk].is_device]
+        for at, following in itertools.zip_longest(sums, sums[1:], fillvalue=self.length - 1):
+            yield at + 1, following + 1, self.sizes[self.events[at].chunk].gradient_shard
 
     def _bytes_in_use(self, kind: str, chunk: int) -> int:
         size, home = self.sizes[chunk], self.homes[chunk]
@@ -255,9 +265,11 @@ def plan_step(
     placement: str = "auto",
     durations: Sequence[float] | None = None,
     bytes_per_s: Mapping[str, float] | None = None,
+    may_lag: bool = False,
 ) -> MemoryPlan:
     """The plan of a step under a device budget: which chunks move to the device for good, what stays between uses, what is fetched when.
 
+    `may_lag`: links work beside the device, so that gradients leave while the backward goes on, if there is room for that.
     Raises: CapacityError where the budget is too small, with the smallest that would do.
     """
     links = BYTES_PER_S | dict(bytes_per_s or {})
@@ -268,9 +280,10 @@ def plan_step(
         smallest = max(_Timeline(sizes, homes, record, passes).needed)
     if smallest > device:
         raise _too_small(smallest, device, placement, record)
+    lags = may_lag and max(_Timeline(sizes, homes, record, passes, lags=True).needed) <= device
     best, best_seconds = None, float("inf")
-    for raised in _promotions(sizes, homes, record, passes, device, placement):
-        timeline = _Timeline(sizes, raised, record, passes)
+    for raised in _promotions(sizes, homes, record, passes, device, placement, lags):
+        timeline = _Timeline(sizes, raised, record, passes, lags)
         kept = _choose(timeline, device, placement)
         moved = _moved(timeline, kept, passes)
         seconds = sum(count / links[tier] for (tier, _), count in moved.items())
@@ -279,7 +292,7 @@ def plan_step(
     assert best is not None
     timeline, kept, moved = best
     starts, stall = _fetches(timeline, kept, device, passes, durations, links)
-    return MemoryPlan(tuple(timeline.homes), kept, starts, smallest, moved, stall, record, passes)
+    return MemoryPlan(tuple(timeline.homes), kept, starts, smallest, moved, stall, lags, record, passes)
 
 
 def _too_small(smallest: int, device: int, placement: str, record: Record) -> CapacityError:
@@ -292,7 +305,7 @@ def _too_small(smallest: int, device: int, placement: str, record: Record) -> Ca
 
 
 def _promotions(
-    sizes: Sequence[Sizes], homes: Sequence[Home], record: Record, passes: int, device: int, placement: str
+    sizes: Sequence[Sizes], homes: Sequence[Home], record: Record, passes: int, device: int, placement: str, lags: bool
 ) -> Iterator[list[Home]]:
     """The homes with more and more chunks on the device for good, those of the slowest tier first, as far as the budget goes."""
     homes = list(homes)
@@ -303,7 +316,7 @@ def _promotions(
     order = [n for n in range(len(sizes)) if not homes[n].is_device]
     for number in sorted(order, key=lambda n: (rank[homes[n].optimizer], sizes[n].on_device)):
         homes[number] = ON_DEVICE
-        if max(_Timeline(sizes, homes, record, passes).needed) > device:
+        if max(_Timeline(sizes, homes, record, passes, lags).needed) > device:
             return
         yield list(homes)
 

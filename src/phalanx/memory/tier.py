@@ -65,7 +65,7 @@ class Tier:
         self.budget = Budget(self.name, capacity)
         self.bytes_per_s = bytes_per_s
         self.read_bytes = self.written_bytes = 0
-        self._worker: ThreadPoolExecutor | None = None
+        self._workers: dict[str, ThreadPoolExecutor] = {}  # one for each way
 
     def room(self, num_bytes: int) -> Place:
         raise NotImplementedError
@@ -73,17 +73,17 @@ class Tier:
     def read(self, place: Place, start: int, out: torch.Tensor) -> Copy:
         """Copies bytes from `start` of a place into a flat tensor of the device."""
         self.read_bytes += out.nbytes
-        return self._start(out.nbytes, lambda: self._read(place, start, out))
+        return self._start("read", out.nbytes, lambda: self._read(place, start, out))
 
     def write(self, place: Place, start: int, source: torch.Tensor) -> Copy:
         """Copies a flat tensor of the device into a place; the source must stay as it is until the copy is waited for."""
         self.written_bytes += source.nbytes
-        return self._start(source.nbytes, lambda: self._write(place, start, source))
+        return self._start("write", source.nbytes, lambda: self._write(place, start, source))
 
     def raise_up(self, source: torch.Tensor, out: torch.Tensor) -> Copy:
         """Copies a tensor of this tier into one of the device, cast to its dtype on the way."""
         self.read_bytes += out.nbytes
-        return self._start(out.nbytes, lambda: out.copy_(source, non_blocking=True))
+        return self._start("read", out.nbytes, lambda: out.copy_(source, non_blocking=True))
 
     def count_written(self, num_bytes: int) -> None:
         """Counts bytes that came down as something else computed with them, such as a sum."""
@@ -95,16 +95,17 @@ class Tier:
     def _write(self, place: Place, start: int, source: torch.Tensor) -> None:
         raise NotImplementedError
 
-    def _start(self, num_bytes: int, copy: Callable[[], Any]) -> Copy:
-        if not self._is_asynchronous:
+    def _start(self, way: str, num_bytes: int, copy: Callable[[], Any]) -> Copy:
+        if not self.is_asynchronous:
             copy()
             return Copy()
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"{self.name} tier")
-        return Copy(self._worker.submit(self._timed, num_bytes, copy))
+        if way not in self._workers:
+            self._workers[way] = ThreadPoolExecutor(1, thread_name_prefix=f"{self.name} tier, {way}")
+        return Copy(self._workers[way].submit(self._timed, num_bytes, copy))
 
     @property
-    def _is_asynchronous(self) -> bool:
+    def is_asynchronous(self) -> bool:
+        """Whether copies run beside the device's work."""
         return self.bytes_per_s is not None
 
     def _timed(self, num_bytes: int, copy: Callable[[], Any]) -> None:
@@ -114,9 +115,9 @@ class Tier:
             time.sleep(max(0.0, num_bytes / self.bytes_per_s - (time.perf_counter() - begin)))
 
     def close(self) -> None:
-        if self._worker is not None:
-            self._worker.shutdown(wait=True)
-            self._worker = None
+        for worker in self._workers.values():
+            worker.shutdown(wait=True)
+        self._workers.clear()
 
 
 class Host(Tier):
@@ -139,9 +140,13 @@ class Host(Tier):
     def _write(self, place: Place, start: int, source: torch.Tensor) -> None:
         place.bytes[start : start + source.nbytes].copy_(as_bytes(source), non_blocking=True)
 
-    def _start(self, num_bytes: int, copy: Callable[[], Any]) -> Copy:
+    @property
+    def is_asynchronous(self) -> bool:
+        return self.stream is not None or super().is_asynchronous
+
+    def _start(self, way: str, num_bytes: int, copy: Callable[[], Any]) -> Copy:
         if self.stream is None:
-            return super()._start(num_bytes, copy)
+            return super()._start(way, num_bytes, copy)
         module = torch.get_device_module(self.device)
         self.stream.wait_stream(module.current_stream())
         with module.stream(self.stream):
@@ -170,7 +175,7 @@ class Disk(Tier):
         self._direct = self._open_direct(path)
         os.unlink(path)
         self._end = 0
-        self._bounce: torch.Tensor | None = None
+        self._bounces: dict[bool, torch.Tensor] = {}  # for reads, and for writes
 
     def _open_direct(self, path: Path) -> int:
         try:
@@ -179,7 +184,7 @@ class Disk(Tier):
             return self._file
 
     @property
-    def _is_asynchronous(self) -> bool:
+    def is_asynchronous(self) -> bool:
         return True
 
     def room(self, num_bytes: int) -> Place:
@@ -204,12 +209,12 @@ class Disk(Tier):
 
     def _through_bounce(self, place: Place, start: int, target: torch.Tensor, is_read: bool) -> None:
         """In pieces through aligned memory; a place begins at a page, and what does not end at one goes through the mapping."""
-        if self._bounce is None:
-            self._bounce = torch.frombuffer(mmap.mmap(-1, BOUNCE_BYTES), dtype=torch.uint8)
+        if is_read not in self._bounces:
+            self._bounces[is_read] = torch.frombuffer(mmap.mmap(-1, BOUNCE_BYTES), dtype=torch.uint8)
         whole = target.numel() // PAGE_BYTES * PAGE_BYTES if start % PAGE_BYTES == 0 else 0
         for begin in range(0, whole, BOUNCE_BYTES):
             piece = target[begin : min(begin + BOUNCE_BYTES, whole)]
-            bounce = self._bounce[: piece.numel()]
+            bounce = self._bounces[is_read][: piece.numel()]
             at = place.offset + start + begin
             if is_read:
                 self._transfer(os.preadv, bounce, at)

@@ -247,8 +247,8 @@ class TieredChunk(Chunk):
         if gradient is not fresh and gradient is not None:
             self.tiers.arena.empty(gradient)
         if self.home.gradient != DEVICE:
-            self._store(fresh)
-            self.tiers.arena.empty(fresh)
+            self.tiers.land()
+            self.tiers.let_leave(self._store(fresh), fresh)
         elif self.reduced is None:
             self.reduced = fresh
         else:
@@ -256,23 +256,25 @@ class TieredChunk(Chunk):
             self.tiers.arena.empty(fresh)
         self.tiers.note(REDUCED, self)
 
-    def _store(self, fresh: torch.Tensor) -> None:
+    def _store(self, fresh: torch.Tensor) -> Copy:
         """Moves a summed gradient to its tier, added to what earlier passes left there."""
         place, tier = self.places["gradient"], self.tiers.below(self.home.gradient)
         if self.reduced is None:
             self.reduced = place.view(self.dtypes.gradient)
-            tier.write(place, 0, fresh).wait()
-        elif self.home.gradient == HOST:
+            return tier.write(place, 0, fresh)
+        if self.home.gradient == HOST:
             tier.count_written(fresh.nbytes)
             self.reduced.add_(fresh.to(self.reduced.device))
         else:
             with self.tiers.staged(tier, place, place.num_bytes) as staged:
                 staged.view(self.dtypes.gradient).add_(fresh.to("cpu"))
                 tier.write(place, 0, staged).wait()
+        return Copy()
 
     @contextmanager
     def gradient_at_hand(self) -> Iterator[None]:
         """The summed gradient in memory while inside, where it lives on the disk."""
+        self.tiers.land()
         if self.home.gradient != DISK or self.reduced is None:
             yield
             return
@@ -285,6 +287,7 @@ class TieredChunk(Chunk):
                 self.reduced = reduced
 
     def clear_gradients(self) -> None:
+        self.tiers.land()
         if self.home.is_device and self.reduced is not None:
             self.tiers.arena.empty(self.reduced)
         if self.gradient is not None:
