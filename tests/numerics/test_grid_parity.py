@@ -9,7 +9,7 @@ from phalanx.plan import Plan
 from phalanx.verify import verify_named
 
 USER_FILE = Path(__file__).with_name("tensor_programs.py")
-USER_MODELS = ("fused", "counted", "relative", "heads_6_2", "heads_6_3", "heads_12_3", "heads_4_1", "summed")
+USER_MODELS = ("fused", "counted", "relative", "heads_6_2", "heads_6_3", "heads_12_3", "heads_4_1", "summed", "adapted")
 FAMILIES = ("tiny-llama", "tiny-gpt2", "tiny-qwen3", "tiny-bert", "tiny-t5", "tiny-vit", "tiny-opt", "tiny-phi3")
 GRIDS = [("tp4:2d", 4), ("tp8:2.5d2", 8), ("tp8:3d", 8)]
 

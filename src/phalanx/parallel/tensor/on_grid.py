@@ -48,7 +48,8 @@ class OnGrid:
     def leave(self, stack: str, blocks: list[nn.Module]) -> None:
         # What follows a whole projection must be dropped alike on the ranks that all compute it.
         apart = not any(module in self.whole for block in blocks for module in block.modules())
-        width = next((self.widths[module] for block in blocks for module in block.modules() if module in self.widths), None)
+        # Adapters beside a projection give out fewer features than the stream has.
+        width = max((self.widths[module] for block in blocks for module in block.modules() if module in self.widths), default=None)
         if width is None:
             raise self._refusal(f"the stack {stack}", "has no projections that can be split", "stacks with heads or an MLP that can be cut")
         Stream(self.grid, blocks, width, self.draws if apart else None)
