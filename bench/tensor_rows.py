@@ -66,6 +66,9 @@ def transformers_plan(setting) -> Callable[[int], float]:
     dist.barrier()
     model = LlamaForCausalLM.from_pretrained(folder, tp_plan="auto", attn_implementation="sdpa").train()
     model.config.use_cache = False
+    for parameter in model.parameters():  # out of the mapped file, into memory that is counted as that of the others
+        if hasattr(parameter, "_local_tensor"):  # a DTensor's own data cannot be set from outside
+            parameter._local_tensor = parameter._local_tensor.clone()
     split, whole = _by_kind(model)
     return tensor_loop(setting, model, adamw([{"params": group} for group in (split, whole) if group], fused=True))
 
