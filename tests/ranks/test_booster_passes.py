@@ -91,10 +91,10 @@ def windows_match_without_reopening(plan):
 _begin = GradientReducer.begin
 
 
-def _begin_without_reopening(self, synchronise):
+def _begin_without_reopening(self, synchronise, **options):
     for chunk in self.chunks:
         chunk.is_reduced = False
-    _begin(self, synchronise)
+    _begin(self, synchronise, **options)
 
 
 def test_sums_that_are_reduced_twice_are_found():

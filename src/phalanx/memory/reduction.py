@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from contextlib import suppress
 
 import torch
 
 from phalanx.cluster import comm
-from phalanx.errors import ConfigError
+from phalanx.errors import CommError, ConfigError
 from phalanx.memory.chunk import Chunk, Slot
 
 IN_FLIGHT = 1  # reductions that run beside the backward; more would hold more gradient buffers at once
@@ -108,7 +109,13 @@ class GradientReducer:
         self.queue = []
 
     def abandon(self) -> None:
-        """After a backward that raised: forgets its state, so that the error is what the person sees."""
+        """After a backward that raised: forgets its state, so that the error is what the person sees.
+
+        Sums that are under way still write into gradients, which another try would use; they are waited for.
+        """
+        with suppress(CommError):
+            for _, pending in self.in_flight:
+                pending.wait()
         self.in_backward = False
         self._reset()
 
