@@ -74,11 +74,20 @@ def causal_loss(
     Labels are shifted by one unless `shift_labels` are given; the mean is over `num_items_in_batch`, else over the labels counted.
     """
     if shift_labels is None:
-        shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+        shift_labels = next_tokens(labels, ignore_index)
     if logits.shape[-1] != vocab_size or logits.shape[:-1] != shift_labels.shape:
         logits, shift_labels = logits.reshape(-1, vocab_size), shift_labels.reshape(-1)
-    loss_sum, count = cross_entropy_sum(logits, shift_labels.to(logits.device), ignore_index)
-    items = count if num_items_in_batch is None else num_items_in_batch
+    return mean_over(*cross_entropy_sum(logits, shift_labels.to(logits.device), ignore_index), num_items_in_batch)
+
+
+def next_tokens(labels: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
+    """For each token the label of the one after it; the last one has none."""
+    return F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+
+
+def mean_over(loss_sum: torch.Tensor, count: torch.Tensor, num_items: torch.Tensor | int | None) -> torch.Tensor:
+    """The sum divided by a number of items, by its own count where none is given."""
+    items = count if num_items is None else num_items
     return loss_sum / (items.to(loss_sum.device) if isinstance(items, torch.Tensor) else items)
 
 

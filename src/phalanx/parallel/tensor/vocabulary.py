@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
@@ -37,10 +36,9 @@ class VocabularyLoss:
         if logits.shape[-1] == vocab_size or logits.shape[-1] != high - low:
             return cross_entropy.causal_loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
         if shift_labels is None:
-            shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+            shift_labels = cross_entropy.next_tokens(labels, ignore_index)
         loss_sum, count = split_cross_entropy_sum(logits, shift_labels.to(logits.device), self.axis, low, ignore_index)
-        items = count if num_items_in_batch is None else num_items_in_batch
-        return loss_sum / (items.to(loss_sum.device) if isinstance(items, torch.Tensor) else items)
+        return cross_entropy.mean_over(loss_sum, count, num_items_in_batch)
 
 
 def split_cross_entropy_sum(
