@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -163,3 +163,13 @@ class LocalShard(Protocol):
     tensor: torch.nn.Parameter
     layout: Layout
     counts_in_norm: bool
+
+
+class PartState(Protocol):
+    """What `memory` hands to a pipeline's table: the state of each part of a model, to be moved when the table says so."""
+
+    def unshard(self, part: Hashable) -> None: ...
+
+    def reshard(self, part: Hashable) -> None: ...
+
+    def reduce(self, part: Hashable) -> None: ...

@@ -3,10 +3,12 @@
 Each comparison is in float64 to 1e-9, with SGD and without dropout, on rows of very different lengths.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from phalanx.plan import Plan
 from phalanx.verify import verify_named
 
 USER_FILE = Path(__file__).with_name("user_program.py")
@@ -14,7 +16,8 @@ MODELS = ("tiny-llama", "tiny-qwen3", "tiny-gpt2", "tiny-bert", "tiny-vit", "tin
 SCHEDULES = ("1f1b", "gpipe", "interleaved2", "zb-h1", "zbv", "dualpipev", "auto-schedule")
 
 
-def check(model, plan, world, **options):
+def check(model, plan, world, keeps=False, **options):
+    plan = replace(Plan.parse(plan), pp_keep=keeps)
     name = f"{USER_FILE}:build" if model == "user-module" else model
     report = verify_named(name, plan, world, **options)
     assert report.ok, str(report)
@@ -88,6 +91,20 @@ def test_every_cell(model, plan, world):
 @pytest.mark.parametrize("extra", ["", "+recompute", "+selective", "+acc2"])
 def test_every_stage_of_zero(zero, schedule, extra):
     check("tiny-llama", f"zero{zero}+pp2+{schedule}{extra}", 4)
+
+
+@pytest.mark.parametrize(("model", "plan"), [("tiny-gpt2", "zero3+pp2+zb-h1+acc2")])
+def test_state_that_stays_for_a_step(model, plan):
+    check(model, plan, 4, keeps=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan", [f"zero{n}+pp2+{name}{more}" for n in (2, 3) for name in SCHEDULES for more in ("", "+recompute+acc3+micro3")]
+)
+@pytest.mark.parametrize("model", ["tiny-gpt2", "tiny-t5"])
+def test_state_that_stays_for_a_step_under_every_schedule(model, plan):
+    check(model, plan, 4, keeps=True)
 
 
 FAMILIES = ("mistral", "qwen2", "gemma", "gemma2", "gemma3-text", "opt", "bloom", "phi", "phi3", "gpt-neox", "gpt-neo", "olmo2")

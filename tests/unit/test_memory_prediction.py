@@ -55,6 +55,8 @@ def test_what_is_in_flight():
         found = predict(650, sizes, Plan.parse(text), data_size)
         assert found["gathered_parameters"] == found["gathered_gradient"] == 0
     assert predict(100, [100], Plan.parse("zero3"), 2)["gathered_parameters"] == 400
+    kept = predict(660, sizes, Plan(zero=3, pp=2, pp_keep=True, precision="bf16"), 2, kept_sizes=[10])
+    assert (kept["gathered_parameters"], kept["gathered_gradient"]) == (650 * 2, 660 * 4)
 
 
 def test_shards_of_chunks_that_do_not_divide_are_rounded_up_each():

@@ -14,6 +14,7 @@ from phalanx.anatomy import layer_stacks
 from phalanx.cluster.mesh import Axis, Mesh, make_axis
 from phalanx.cluster.placement import Placements
 from phalanx.cluster.random import SplitDraws
+from phalanx.layout import PartState
 from phalanx.memory import StateEngine
 from phalanx.parallel.expert.share import PassShare
 from phalanx.parallel.pipeline.balance import LayerCosts
@@ -22,6 +23,7 @@ from phalanx.parallel.pipeline.gates import Gates
 from phalanx.parallel.pipeline.reads import Places, places_by_registration, places_by_running
 from phalanx.parallel.pipeline.run import CHANNELS, Hooks, Objective, Runner
 from phalanx.parallel.pipeline.search import plan_table
+from phalanx.parallel.pipeline.state import add_state
 from phalanx.parallel.pipeline.table import Kind, Table
 from phalanx.precision import Precision
 
@@ -80,12 +82,13 @@ class Stages:
         return self.stage_of.get(module, 0) in self.mine
 
     def runner(self, objective: Objective, engine: StateEngine) -> Runner:
-        """What executes the table. Halved backwards run whole where activations are recomputed, or parameters come and go."""
+        """What executes the table. Halved backwards run whole where activations are recomputed, or parameters come and go by layer."""
         self.engine = engine
         self.within = {
             stage: {chunk.name for chunk in engine.chunks if any(stage in self.cut.homes[slot.identity] for slot in chunk.slots)}
             for stage in self.mine
         }
+        self.state: PartState = engine.parts(self.within)
         return Runner(
             self.table,
             self.model,
@@ -95,8 +98,8 @@ class Stages:
             axis=self.axis,
             channels={name: self.mesh.channel(self.axis, name) for name in CHANNELS},
             device=self.device,
-            splits=self.plan.recompute is None and not engine.policy.parameter,
-            hooks=Hooks(forward=self._forward, backward=self._backward, added=self._added),
+            splits=self.plan.recompute is None and (self.plan.pp_keep or not engine.policy.parameter),
+            hooks=Hooks(forward=self._forward, backward=self._backward, added=self._added, state=self._move_state),
         )
 
     @contextmanager
@@ -113,9 +116,12 @@ class Stages:
     def _backward(self, stage: int, kind: Kind, slope: float) -> Iterator[None]:
         self._enter(stage)
         self.share.slope = slope
-        keeps_all, reads = kind is Kind.INPUT, kind is not Kind.WEIGHT
+        keeps_all, reads = kind is Kind.INPUT or self.plan.pp_keep, kind is not Kind.WEIGHT
         with self.engine.backward(False, keeps_all=keeps_all, within=self.within[stage], reads=reads), self.share.repeating():
             yield
+
+    def _move_state(self, stage: int, kind: Kind) -> None:
+        {Kind.UNSHARD: self.state.unshard, Kind.RESHARD: self.state.reshard, Kind.REDUCE: self.state.reduce}[kind](stage)
 
     def _added(self, weight: float) -> torch.Tensor | float:
         """What the layers of a stage have added to the loss of a forward by themselves."""
@@ -148,4 +154,6 @@ def _table(plan: Plan, model: nn.Module, blocks: tuple, places: Places) -> Table
     first, last = costs_of_ends(model, blocks, places)
     held = (1.0,) * len(blocks)
     layers = LayerCosts(forward=costs, input=costs, weight=costs, activation_bytes=held, ends=(3 * first, 3 * last))
-    return plan_table(plan.schedule, plan.interleaved, plan.pp, plan.num_micro, plan.num_chunks, layers)
+    table = plan_table(plan.schedule, plan.interleaved, plan.pp, plan.num_micro, plan.num_chunks, layers)
+    # Gradients that stay whole are reduced once per step in any case; those of zero2 and zero3 else in every backward.
+    return add_state(table, gathers=plan.pp_keep and plan.zero == 3, reduces=plan.pp_keep or plan.zero < 2)

@@ -135,8 +135,10 @@ class Training:
         if not self.scale_is_fitted:
             counts = [runner.evaluate(micro_batches[start : start + runner.num_micro])[1] for start in self._starts(runner)]
             self._fit_scale(torch.stack(counts).sum())
-        for start in self._starts(runner):
-            loss_sum, count = runner.step(micro_batches[start : start + runner.num_micro], self.scale.value)
+        starts = self._starts(runner)
+        for start in starts:
+            some = micro_batches[start : start + runner.num_micro]
+            loss_sum, count = runner.step(some, self.scale.value, opens=start == starts[0], closes=start == starts[-1])
             self.loss_sum += loss_sum
             self.count += count
             self.num_backwards += 1

@@ -6,7 +6,7 @@ A step through it:  begin_backward -> [hooks collect, reduce, gather, release] -
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -23,6 +23,7 @@ from phalanx.memory.axes import StateAxes
 from phalanx.memory.chunk import Chunk, Slot, as_real
 from phalanx.memory.gemini import Gemini
 from phalanx.memory.partition import Unit, by_kind, find_units, order_of_completion
+from phalanx.memory.parts import Parts
 from phalanx.memory.policy import ZERO, Policy
 from phalanx.memory.reduction import IN_FLIGHT, GradientReducer, sparse_gradient
 from phalanx.memory.stream import ParameterStream
@@ -166,6 +167,10 @@ class StateEngine:
             )
 
     # -- one step ------------------------------------------------------------------------------------------------------
+
+    def parts(self, names: Mapping[Hashable, Collection[str]]) -> Parts:
+        """The state of parts of the model, each given by its chunks, for a table that says itself when it moves."""
+        return Parts(names, self.chunks, self.stream, self.reducer)
 
     def finish_gradients(self) -> None:
         """Sums what is still local, over shards, over their replicas, and over ranks that do other parts of the same work.

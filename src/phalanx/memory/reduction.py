@@ -28,6 +28,7 @@ class GradientReducer:
         self.in_backward = False
         self.synchronise = True
         self.on_complete = lambda chunk: None
+        self.early: list[tuple[Chunk, comm.Pending]] = []  # sums that were begun between two backwards
         self._reset()
 
     def _reset(self) -> None:
@@ -61,6 +62,7 @@ class GradientReducer:
         self.in_backward, self.synchronise = True, synchronise
         for chunk in self.chunks:
             if chunk.is_trainable and not chunk.is_natural and (within is None or chunk.name in within):
+                self._land_early(chunk)
                 if chunk.is_reduced:
                     chunk.reopen_gradient()
                 self.missing[id(chunk)] = sum(slot.parameter.requires_grad for slot in chunk.slots)
@@ -119,10 +121,29 @@ class GradientReducer:
         self.in_backward = False
         self._reset()
 
+    def reduce(self, chunks: Container[Chunk]) -> None:
+        """Outside of a backward: begins the sums of what passes without synchronisation left local in these chunks.
+
+        They run beside what follows, until another backward reaches the chunk or `finish`.
+        """
+        for chunk in self.chunks:
+            if chunk in chunks and self._is_local(chunk):
+                self.early.append((chunk, chunk.start_reduce()))
+
+    def _is_local(self, chunk: Chunk) -> bool:
+        return chunk.is_trainable and not chunk.is_natural and not chunk.is_reduced
+
+    def _land_early(self, chunk: Chunk | None = None) -> None:
+        """Ends the sums that were begun between backwards, of one chunk or of all."""
+        for entry in [entry for entry in self.early if chunk in (None, entry[0])]:
+            self.early.remove(entry)
+            entry[0].finish_reduce(entry[1])
+
     def finish(self) -> None:
         """Before the optimizer: reduces whatever passes without synchronisation left local."""
+        self._land_early()
         for chunk in self.chunks:
-            if chunk.is_trainable and not chunk.is_natural and not chunk.is_reduced:
+            if self._is_local(chunk):
                 chunk.finish_reduce(chunk.start_reduce())
 
     def remove(self) -> None:

@@ -7,7 +7,7 @@ computes, the next one is gathered. A rank that leaves the order alone is found 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -78,6 +78,7 @@ class ParameterStream:
         self.traces: dict[str, Trace] = {}
         self.in_backward = False
         self.pinned: list[Chunk] = []
+        self.kept: dict[Hashable, list[Chunk]] = {}  # by the part of the model that keeps them
         self.watch: ForeignReads | None = None
         self.unwatched = {True, False}  # with and without gradients: the next pass is watched
         self.streamed = {id(chunk) for unit in self.units for chunk in unit.chunks}
@@ -174,14 +175,14 @@ class ParameterStream:
         @torch._dynamo.disable
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self.held:
-                self._fetch(index, self.forward.visit(index))
+                self._fetch(index, None if self._keeps(index) else self.forward.visit(index))
 
         return before
 
     def _after(self, index: int) -> Callable:
         @torch._dynamo.disable
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self.held:
+            if self.held or self._keeps(index):
                 return
             trace, unit = self.forward, self.units[index]
             found = list(tensors_in(output))
@@ -210,8 +211,27 @@ class ParameterStream:
             self._let_go(chunk)
 
     def _let_go(self, chunk: Chunk) -> None:
-        if chunk not in self.pinned:
+        if chunk not in self.pinned and not self._is_kept(chunk):
             chunk.release()
+
+    # -- parts that stay for a while -----------------------------------------------------------------------------------
+
+    def keep(self, part: Hashable, chunks: Sequence[Chunk]) -> None:
+        """Begins to gather the chunks, and takes no part in what becomes of them until `give_up`."""
+        self.kept[part] = [chunk for chunk in chunks if id(chunk) in self.streamed]
+        for chunk in self.kept[part]:
+            chunk.start_gather()
+
+    def give_up(self, part: Hashable) -> None:
+        for chunk in self.kept.pop(part, []):
+            if not self._is_kept(chunk):
+                chunk.release()
+
+    def _is_kept(self, chunk: Chunk) -> bool:
+        return any(chunk in chunks for chunks in self.kept.values())
+
+    def _keeps(self, index: int) -> bool:
+        return bool(self.kept) and all(self._is_kept(chunk) for chunk in self.units[index].chunks)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -243,7 +263,7 @@ class ParameterStream:
         """Releases whatever is gathered, also what was fetched ahead in vain."""
         for unit in self.units:
             for chunk in unit.chunks:
-                if chunk.is_gathered or chunk.pending_gather is not None:
+                if (chunk.is_gathered or chunk.pending_gather is not None) and not self._is_kept(chunk):
                     chunk.release()
 
     # -- whole model ---------------------------------------------------------------------------------------------------

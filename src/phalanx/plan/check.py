@@ -92,6 +92,9 @@ def _context(plan: PlanFields) -> Iterator[PlanError]:
 
 
 def _pipeline(plan: PlanFields) -> Iterator[PlanError]:
+    if plan.pp_keep and (plan.pp == 1 or plan.zero < 2):
+        found = "pp_keep without pp" if plan.pp == 1 else f"pp_keep with zero{plan.zero}, which reduces once per step by itself"
+        yield PlanError(found, allowed="pp with zero2 or zero3", remedy="leave pp_keep out")
     if plan.pp > 1:
         return
     if plan.micro is not None:

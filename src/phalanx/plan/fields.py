@@ -17,7 +17,7 @@ TENSOR_KINDS = ("1d", "2d", "2.5d", "3d")
 PLACEMENTS = ("auto", "static", "device", "host")
 _COUNTS = ("pp", "cp", "tp", "tp_depth", "ep", "acc", "interleaved")
 _OPTIONAL_COUNTS = ("dp", "ulysses", "ring", "micro", "zero_group")
-_SWITCHES = ("sp", "tp_keep", "tp_outputs_move", "offload", "gemini", "fsdp")
+_SWITCHES = ("sp", "tp_keep", "tp_outputs_move", "pp_keep", "offload", "gemini", "fsdp")
 _CHOICES: dict[str, tuple[object, ...]] = {
     "tp_kind": TENSOR_KINDS,
     "zero": (0, 1, 2, 3),
@@ -58,6 +58,8 @@ class PlanFields:
     `offload` keeps the optimizer's state in host memory. `recompute` is None, "full", "selective" or the fraction of layers.
     `interleaved` is the number of chunks that a stage holds under `1f1b`. On grids (2d, 2.5d, 3d) `tp_keep` holds gathered inputs and
     weights for the backward; `tp_outputs_move` (2d, 2.5d) moves the outputs of second products, which are narrower, not their inputs.
+    `pp_keep` gathers a stage's parameters (zero3) and reduces its gradients (zero2, zero3) once per step, not once per micro-batch:
+    least traffic, with a stage's parameters and local gradients held in full meanwhile.
 
     Raises: PlanError, listing every field with a value it cannot have.
     """
@@ -70,6 +72,7 @@ class PlanFields:
     tp_depth: int = 1
     tp_keep: bool = False
     tp_outputs_move: bool = False
+    pp_keep: bool = False
     sp: bool = False
     ulysses: int | None = None
     ring: int | None = None

@@ -7,6 +7,7 @@ State bytes per parameter on n data ranks, for an optimizer with two moments:
     zero1   8 + 8/n                                    6 + 12/n
     zero2   4 + 12/n + one chunk's gradient            2 + 16/n + the same
     zero3   16/n + two gathered chunks, one gradient   18/n + the same
+    with pp_keep all chunks of the rank's stages in their place: gathered under zero3, their gradients under zero2 and zero3
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5, with float32 gradients.
 """
@@ -56,12 +57,14 @@ def predict(
     parameter_bytes = FULL_BYTES if plan.fsdp else compute_bytes
     master_bytes = FULL_BYTES if parameter_bytes < FULL_BYTES else 0
     held = _shard_elements(chunk_sizes, num_shards) + sum(kept_sizes) if stage == 3 else full
+    gathered = sum(chunk_sizes) if plan.pp_keep else _largest_pair(chunk_sizes)
+    unreduced = sum(sizes) if plan.pp_keep else max(sizes, default=0)
     found = {
         "parameter": held * parameter_bytes,
         "gradient": (shard if stage >= 2 else full) * FULL_BYTES,
         "optimizer": (shard if stage >= 1 else full) * (master_bytes + optimizer_moments * FULL_BYTES),
-        "gathered_parameters": _largest_pair(chunk_sizes) * compute_bytes if num_shards > 1 and stage == 3 else 0,
-        "gathered_gradient": max(sizes, default=0) * FULL_BYTES if num_shards > 1 and stage >= 2 else 0,
+        "gathered_parameters": gathered * compute_bytes if num_shards > 1 and stage == 3 else 0,
+        "gathered_gradient": unreduced * FULL_BYTES if num_shards > 1 and stage >= 2 else 0,
         "activation": activation_bytes,
     }
     return found | {"total": sum(found.values())}

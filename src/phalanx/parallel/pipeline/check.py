@@ -69,10 +69,10 @@ def _messages(table: Table) -> Iterator[str]:
 
 
 def _states(table: Table) -> Iterator[str]:
-    """Where a table says when state is gathered: every computation is between a U and an R of its chunk, and gradients end in a G."""
+    """Where a table moves state: with a U, every computation is between one and an R of its chunk; with a G, gradients end in one."""
+    kinds = {action.kind for row in table.rows for action in row}
+    gathers, reduces = Kind.UNSHARD in kinds, Kind.REDUCE in kinds
     for rank, row in enumerate(table.rows):
-        if not any(action.kind in STATE for action in row):
-            continue
         gathered: set[int] = set()
         open_gradients: set[int] = set()
         for action in row:
@@ -83,9 +83,9 @@ def _states(table: Table) -> Iterator[str]:
             elif action.kind is Kind.REDUCE:
                 open_gradients.discard(action.chunk)
             elif action.kind in COMPUTE:
-                if action.chunk not in gathered:
+                if gathers and action.chunk not in gathered:
                     yield f"rank {rank} does {action} while chunk {action.chunk} is not gathered"
-                if action.kind is not Kind.FORWARD:
+                if reduces and action.kind is not Kind.FORWARD:
                     open_gradients.add(action.chunk)
         yield from (f"rank {rank} never reduces the gradients of chunk {chunk}" for chunk in sorted(open_gradients))
 

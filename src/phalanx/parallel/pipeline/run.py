@@ -98,6 +98,7 @@ class Runner:
         self.heard: dict[int, Announcements] = {}
         self.spans: list[Span] | None = None  # a list where times are to be recorded
         self.begun = 0.0
+        self.state_kinds: set[Kind] = set()
         self.outbox = Outbox()
         self._forget()
 
@@ -113,11 +114,14 @@ class Runner:
 
     # -- whole tables --------------------------------------------------------------------------------------------------
 
-    def step(self, micro_batches: Sequence[MicroBatch], scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(
+        self, micro_batches: Sequence[MicroBatch], scale: float = 1.0, *, opens: bool = True, closes: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """All forwards and backwards; returns the sum of losses and its count, which are 0 but on the rank of the last stage.
 
-        Gradients are those of the sum times `scale`.
+        Gradients are those of the sum times `scale`. Of several passes over one state the first `opens` it, and the last `closes` it.
         """
+        self.state_kinds = ({Kind.UNSHARD} if opens else set()) | ({Kind.REDUCE, Kind.RESHARD} if closes else set())
         return self._run(self.table, micro_batches, scale)
 
     @torch.no_grad()
@@ -173,7 +177,7 @@ class Runner:
                 self._send_forward(action, stage, key)
             case Kind.SEND_BACKWARD:
                 self._send_backward(action, key)
-            case _:
+            case _ if action.kind in self.state_kinds:
                 self.hooks.state(stage, action.kind)
 
     # -- forward -------------------------------------------------------------------------------------------------------
