@@ -15,14 +15,16 @@ preload("phalanx.verify", "pytest", "transformers.models.gpt2.modeling_gpt2")
 
 def verify_here(plan, world):
     report = verify_named("tiny-gpt2", plan, world, 2)
-    return report.ok, report.world, report.worst_relative_error, len(report.comparisons)
+    return report.ok, report.world, report.worst_relative_error, len(report.comparisons), report.comparisons[0].shares
 
 
 def test_the_ranks_that_a_launcher_started_are_used():
     first, second = run_ranks(verify_here, 2, "zero1+bf16", None)
     assert first == second
-    ok, world, worst, comparisons = first
+    ok, world, worst, comparisons, shares = first
     assert ok
+    assert len(shares) == 2
+    assert all(share.computes == 1.0 and 0.4 < share.updates < 0.6 for share in shares)
     assert (world, comparisons) == (2, 2)
     assert worst < 1e-9
 

@@ -8,7 +8,7 @@ import torch
 
 from phalanx.verify.compare import QUANTITIES, compare, unequal_replicas, unequal_start
 from phalanx.verify.report import Comparison, Report
-from phalanx.verify.trace import Trace, digest
+from phalanx.verify.trace import Share, Trace, digest
 
 
 def trace(**changes):
@@ -149,3 +149,8 @@ def test_the_report_for_people_names_the_first_difference():
     text = str(report(comparisons=(judge(trace()), judge(found))))
     assert "NOT equal" in text
     assert "first difference: loss (step 2)" in text
+
+
+def test_the_report_tells_what_ranks_hold():
+    text = str(report(comparisons=(judge(trace(), shares=[Share(0.5, 0.25), Share(0.51, 0.25)]),)))
+    assert "a rank computes with 50 to 51 % of the parameters and updates 25 %" in text

@@ -308,6 +308,9 @@ class Chunk:
 
     def add_gradient(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Adds one pass's gradient of one parameter to the local sum."""
+        if self.gradient is None and self._is_filled_by(gradient):
+            self.gradient, slot.written, slot.used = gradient.detach().view(-1), True, True
+            return
         if self.gradient is None:
             self.gradient = self._new_gradient()
         place = slot.view(self.gradient)
@@ -317,6 +320,10 @@ class Chunk:
             place.copy_(gradient)
             slot.written = True
         slot.used = True
+
+    def _is_filled_by(self, gradient: torch.Tensor) -> bool:
+        """Whether a gradient may itself serve as the buffer, as that of an embedding alone in its chunk; nobody else holds it."""
+        return gradient.numel() == self.num_elements and gradient.dtype == self.dtypes.gradient and gradient.is_contiguous()
 
     def _new_gradient(self) -> torch.Tensor:
         return torch.empty(self.num_elements, dtype=self.dtypes.gradient, device=self.device)

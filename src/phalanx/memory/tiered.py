@@ -226,6 +226,9 @@ class TieredChunk(Chunk):
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
+    def _is_filled_by(self, gradient: torch.Tensor) -> bool:
+        return False  # every buffer of the device comes from the arena
+
     def _new_gradient(self) -> torch.Tensor:
         self.tiers.note(GRADIENT, self)
         return self.tiers.arena.new(self.num_elements, self.dtypes.gradient)

@@ -9,11 +9,12 @@ import torch
 
 from phalanx.booster import Booster, Result
 from phalanx.cluster.launch import launch
+from phalanx.memory import StateEngine
 from phalanx.plan import Plan
 from phalanx.precision import lift_to_float64
 from phalanx.verify.program import Program, Source
 from phalanx.verify.reference import Run, start_program
-from phalanx.verify.trace import Tensors, Trace, copy_of, digests
+from phalanx.verify.trace import Share, Tensors, Trace, copy_of, digests
 
 MOST_RETRIES = 24
 
@@ -34,8 +35,9 @@ def _trace(program: Program, plan: Plan, run: Run, options: dict[str, Any]) -> T
     booster = Booster(plan, clip_norm=run.clip_norm, forward=run.forward, seed=run.seed, **options)
     optimizer = torch.optim.SGD(program.model.parameters(), lr=run.lr)
     batches = [program.batch(step) for step in range(run.steps)]
+    num_elements = sum(parameter.numel() for parameter in program.model.parameters())
     _, optimizer, _, loader, _ = booster.boost(program.model, optimizer, program.criterion, batches, None)
-    trace = Trace(start=digests(copy_of(booster.full_state_dict())))
+    trace = Trace(start=digests(copy_of(booster.full_state_dict())), share=_share(booster.trainings[0].engine, num_elements))
     for batch in loader:
         gradients, result = _step(booster, optimizer, batch)
         trace.gradients.append(gradients)
@@ -43,6 +45,13 @@ def _trace(program: Program, plan: Plan, run: Run, options: dict[str, Any]) -> T
         trace.norms.append(float(result.grad_norm))
     trace.weights = copy_of(booster.full_state_dict())
     return trace.seal()
+
+
+def _share(engine: StateEngine, num_elements: int) -> Share:
+    """What a plan that does nothing cannot show: ranks that hold less than all."""
+    held = sum(slot.num_elements for _, slot in engine.slots)
+    updated = sum(slot.shard.numel() for _, slot in engine.shards() if slot.shard is not None)
+    return Share(held / max(num_elements, 1), updated / max(num_elements, 1))
 
 
 def _step(booster: Booster, optimizer: Any, batch: Any) -> tuple[Tensors, Result]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from phalanx.verify.compare import Difference, worst_of
+from phalanx.verify.trace import Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +17,8 @@ class Comparison:
     """One plan against one process in one precision.
 
     `worst` and `tolerance` have, for each quantity, the largest relative error and what is allowed. `first_difference` is the first
-    number in execution order above it, `replicas` the first that two ranks did not hold bit for bit alike.
+    number in execution order above it, `replicas` the first that two ranks did not hold bit for bit alike. `shares` tells of each
+    rank which part of the parameters it computes with and updates: numbers are equal under a plan that does nothing, too.
     """
 
     precision: str
@@ -26,10 +28,17 @@ class Comparison:
     first_difference: str | None
     worst: dict[str, float]
     replicas: str | None = None
+    shares: tuple[Share, ...] = ()
 
     @classmethod
     def of(
-        cls, differences: Sequence[Difference], *, precision: str, tolerance: dict[str, float], replicas: str | None = None
+        cls,
+        differences: Sequence[Difference],
+        *,
+        precision: str,
+        tolerance: dict[str, float],
+        replicas: str | None = None,
+        shares: Sequence[Share] = (),
     ) -> Comparison:
         """Sums up all compared numbers."""
         worst = worst_of(differences)
@@ -42,6 +51,7 @@ class Comparison:
             first_difference=str(first) if first is not None else replicas,
             worst=worst,
             replicas=replicas,
+            shares=tuple(shares),
         )
 
 
@@ -94,9 +104,17 @@ class Report:
             lines.append(f"  in {comparison.precision}, worst relative errors and what is allowed")
             lines += [f"    {name:9} {error:.1e}  {comparison.tolerance[name]:.0e}" for name, error in comparison.worst.items()]
             lines.append(f"    replicas  {comparison.replicas or 'bit-equal'}")
+            if comparison.shares:
+                computes, updates = (_range([getattr(share, name) for share in comparison.shares]) for name in ("computes", "updates"))
+                lines.append(f"    a rank computes with {computes} of the parameters and updates {updates}")
             if comparison.first_difference:
                 lines.append(f"    first difference: {comparison.first_difference}")
         return "\n".join(lines)
+
+
+def _range(parts: Sequence[float]) -> str:
+    least, most = (f"{100 * part:.3g}" for part in (min(parts), max(parts)))
+    return f"{least} %" if least == most else f"{least} to {most} %"
 
 
 def _finite(value: Any) -> Any:

@@ -142,6 +142,7 @@ def _compare(source: Source, plan: Plan, run: Run, options: dict[str, Any], worl
         precision=plan.precision if half else "float64",
         tolerance=half_tolerances(exact, expected, plan.precision) if half else dict.fromkeys(QUANTITIES, TOLERANCE),
         replicas=unequal_replicas(traces),
+        shares=[trace.share for trace in traces],
     )
     return comm.broadcast_object(outcome, _all_ranks(world)) if launch().size > 1 else outcome
 

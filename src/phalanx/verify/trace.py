@@ -13,12 +13,20 @@ from torch import nn
 Tensors = dict[str, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class Share:
+    """The parts of a model's parameters that one rank computes with (ZeRO-3 gathers them) and that its optimizer updates, of 1."""
+
+    computes: float = 1.0
+    updates: float = 1.0
+
+
 @dataclass
 class Trace:
     """One run of some steps. `weights` holds parameters and buffers afterwards, `order` parameter names in execution order.
 
     `start` and `digests` are fingerprints: of the weights before the first step, and of everything else. A rank that only
-    confirms what another one reports has those alone.
+    confirms what another one reports has those alone, and its `share`.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -28,6 +36,7 @@ class Trace:
     order: list[str] = field(default_factory=list)
     start: dict[str, str] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
+    share: Share = Share()
 
     def seal(self) -> Trace:
         """Fills `digests` from the numbers."""
@@ -40,7 +49,7 @@ class Trace:
 
     def only_digests(self) -> Trace:
         """What a confirming rank sends."""
-        return Trace(start=self.start, digests=self.digests)
+        return Trace(start=self.start, digests=self.digests, share=self.share)
 
 
 def digest(tensor: torch.Tensor) -> str:
