@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -119,6 +119,7 @@ class Booster:
             objective,
             runner=context.stages.runner(objective, engine) if context.stages is not None else None,
             runs=context.stages.runs if context.stages is not None else lambda module: True,
+            whole=context.stages.whole if context.stages is not None else nullcontext,
             world=self.mesh.world,
             counts_loss=context.counts_loss,
             cut=context.roles.rows,
@@ -140,7 +141,7 @@ class Booster:
             dataloader = boost_loader(dataloader, axis=self.mesh.axis("dp"), seed=self.seed, world=self.mesh.world)
             self.loaders.append(dataloader)
         self.trainings.append(training)
-        self._wrap_generate(model, training.engine)
+        self._wrap_generate(training)
         _BOOSTED.add(model)
         return model, training.optimizer, criterion, dataloader, training.scheduler
 
@@ -202,18 +203,18 @@ class Booster:
             return LossScale.constant()
         return LossScale(value=options.pop("initial_scale", START_SCALE), **_scale_options(options))
 
-    def _wrap_generate(self, model: nn.Module, engine: StateEngine) -> None:
+    def _wrap_generate(self, training: Training) -> None:
         """Generation runs on whole parameters: ranks may then run different numbers of passes."""
-        generate = getattr(model, "generate", None)
+        generate, engine = getattr(training.model, "generate", None), training.engine
         alone = engine.tiers is not None and engine.axes.shards.size == 1  # units come and go as the one rank asks for them
-        if generate is None or not engine.policy.parameter or alone:
+        if generate is None or alone or not (engine.policy.parameter or self.plan.pp > 1):
             return
 
         def gathered_generate(*args: Any, **kwargs: Any) -> Any:
-            with engine.gathered():
+            with training.gathered():
                 return generate(*args, **kwargs)
 
-        model.generate = gathered_generate  # type: ignore[assignment]
+        training.model.generate = gathered_generate  # type: ignore[assignment]
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -288,8 +289,11 @@ class Booster:
 
     @contextmanager
     def gathered(self, model: nn.Module | None = None) -> Iterator[None]:
-        """The whole model's parameters on every rank while inside; changes made there are not kept."""
-        with self._training(model, trained=False).engine.gathered():
+        """The whole model's parameters on every rank while inside; changes made there are not kept. Collective.
+
+        Cost: the model's bytes in compute dtype, under a pipeline those of all stages.
+        """
+        with self._training(model, trained=False).gathered():
             yield
 
     def expert_loads(self, model: nn.Module | None = None) -> list[LayerLoad]:

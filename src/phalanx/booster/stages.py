@@ -16,6 +16,7 @@ from phalanx.cluster.placement import Placements
 from phalanx.cluster.random import SplitDraws
 from phalanx.layout import PartState
 from phalanx.memory import StateEngine
+from phalanx.memory.partition import find_slots
 from phalanx.parallel.expert.share import PassShare
 from phalanx.parallel.pipeline.balance import LayerCosts
 from phalanx.parallel.pipeline.cut import Cut, Poison, cost_of, costs_of_ends, owners, take_out
@@ -58,9 +59,11 @@ class Stages:
         """Takes out what this rank's stages do not read, and puts gates on the layers; `draws` end where a forward is left."""
         for axis, pairs, shape in self._shared():
             placements.add_sums(pairs, shape, axis)
-        poison = Poison(self.device)
-        take_out(self.model, self.cut, self.mine, poison, lambda own: precision.for_parameter(own).compute)
-        self.gates = Gates(self.blocks, poison)
+        self.placements, self.poison = placements, Poison(self.device)
+        name_of = {pair: slot.name for slot in find_slots(self.model) for pair in slot.owners}
+        away = take_out(self.model, self.cut, self.mine, self.poison, lambda own: precision.for_parameter(own).compute)
+        self.away = {name_of[entry.pairs[0]]: entry for entry in away}
+        self.gates = Gates(self.blocks, self.poison)
         if draws is not None:
             self.gates.at_leave.append(draws.end)
         return self.model
@@ -101,6 +104,22 @@ class Stages:
             splits=self.plan.recompute is None and (self.plan.pp_keep or not engine.policy.parameter),
             hooks=Hooks(forward=self._forward, backward=self._backward, added=self._added, state=self._move_state),
         )
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """All stages on every rank while inside, so that the model can be called and can generate. Collective.
+
+        Cost: the bytes of the other stages' parameters in compute dtype.
+        """
+        try:
+            for name, value in self.engine.full_masters():
+                if entry := self.away.get(name):
+                    entry.lend(self.placements.of(entry.pairs, entry.shape).layout.take(value))
+            with self.gates.opened():
+                yield
+        finally:
+            for entry in self.away.values():
+                entry.show(self.poison.like(entry.shape, entry.dtype))
 
     @contextmanager
     def _forward(self, stage: int, weight: float) -> Iterator[None]:

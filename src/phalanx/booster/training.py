@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,7 +47,8 @@ class Training:
     """Runs global batches through a boosted model, pass by pass, and steps its optimizer.
 
     `num_passes` is the number of accumulation passes; `world` holds all ranks, of which only those with `counts_loss` add their
-    loss and count to the sums. `cut` cuts the rows of a data index once more, as a grid does. `runs` tells which modules run here.
+    loss and count to the sums. `cut` cuts the rows of a data index once more, as a grid does. `runs` tells which modules run here, and
+    `whole` brings those that do not.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Training:
         split: Any = None,
         names: Names,
         runs: Callable[[nn.Module], bool] = lambda module: True,
+        whole: Callable[[], AbstractContextManager[None]] = nullcontext,
         share: PassShare | None = None,
         mixture: Mixture | None = None,
         sequences: SplitSequences | None = None,
@@ -75,7 +77,7 @@ class Training:
         self.world, self.counts_loss, self.num_passes, self.split = world, counts_loss, num_passes, split
         self.cut = cut
         self.clip_norm, self.norm_type, self.scale = clip_norm, norm_type, scale
-        self.model_names, self.runs = names, runs
+        self.model_names, self.runs, self.whole = names, runs, whole
         self.share, self.mixture, self.sequences = share or PassShare(), mixture, sequences
         self.optimizer: BoostedOptimizer | None = None
         self.scheduler: BoostedScheduler | None = None
@@ -247,6 +249,12 @@ class Training:
             prove(self.sequences, rows, lambda batch: self.objective.without_proof(self.model, batch), self.world)
         with self.sequences.running(rows) as part:
             yield part
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """The whole model's parameters on every rank while inside. Collective."""
+        with self.engine.gathered(), self.whole():
+            yield
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -102,18 +102,43 @@ class Poison:
                 held.fill_(value)
 
 
+@dataclass
+class Away:
+    """A parameter that other ranks hold: under which (module, attribute) pairs, and the dtype it computes in."""
+
+    pairs: list[tuple[nn.Module, str]]
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def show(self, tensor: torch.Tensor) -> None:
+        """Puts a plain tensor in its place."""
+        for module, name in self.pairs:
+            module._parameters.pop(name, None)
+            module.__dict__[name] = tensor
+
+    def lend(self, value: torch.Tensor) -> None:
+        """Puts a parameter of this value in its place, until `show`."""
+        parameter = nn.Parameter(value.to(self.dtype, copy=True), requires_grad=False)
+        for module, name in self.pairs:
+            del module.__dict__[name]
+            module._parameters[name] = parameter
+
+
 def take_out(
     model: nn.Module, cut: Cut, stages: Iterable[int], poison: Poison, computes_in: Callable[[torch.dtype], torch.dtype] = lambda own: own
-) -> None:
+) -> list[Away]:
     """Removes the parameters that none of `stages` reads; poison of their shapes stays in their place, in the dtype they compute in.
 
     A parameter that is read in several places stays under all its names, so that ranks agree on how it is called.
     """
-    stages = frozenset(stages)
-    for module, name, parameter in list(owners(model)):
+    stages, away = frozenset(stages), {}
+    for module, name, parameter in owners(model):
         if not cut.stages_of(parameter) & stages:
-            del module._parameters[name]
-            module.__dict__[name] = poison.like(parameter.shape, computes_in(parameter.dtype))
+            entry = away.setdefault(id(parameter), Away([], parameter.shape, computes_in(parameter.dtype)))
+            entry.pairs.append((module, name))
+    for entry in away.values():
+        entry.show(poison.like(entry.shape, entry.dtype))
+    return list(away.values())
 
 
 def owners(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

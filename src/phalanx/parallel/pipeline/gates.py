@@ -54,6 +54,7 @@ class Gates:
         self.blocks, self.poison = blocks, poison
         self.stacks = [f"{name.rpartition('.')[0]}:{type(block).__name__}" for name, block in blocks]
         self.visit: Visit | None = None
+        self.are_open = False  # while this rank holds the whole model
         self.taint: _Taint | None = None
         self.at_leave: list[Callable[[], None]] = []  # what ends whatever layers have begun, when a forward is left
         for index, (_, block) in enumerate(blocks):
@@ -74,12 +75,31 @@ class Gates:
         finally:
             self.visit = self.taint = None
 
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """The model runs inside as if there were no gates."""
+        self.are_open = True
+        try:
+            yield
+        finally:
+            self.are_open = False
+
+    def require_closed(self) -> None:
+        if self.are_open:
+            raise ConfigError(
+                "a step was taken inside booster.gathered(), where every rank holds the whole model",
+                allowed="training outside of it",
+                remedy="leave the block before booster.step",
+            )
+
     def __call__(self, index: int, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self.are_open:
+            return run(*args, **kwargs)
         visit = self.visit
         if visit is None:
             raise ConfigError(
                 "this model is cut into the stages of a pipeline, and was called by itself",
-                allowed="booster.step(batch), booster.forward_backward(batch) and booster.evaluate(batch)",
+                allowed="booster.step, booster.forward_backward and booster.evaluate; calls and generation inside booster.gathered()",
                 remedy="booster.evaluate(batch)",
             )
         self._keep_order(visit, index)

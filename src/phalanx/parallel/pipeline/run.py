@@ -140,6 +140,7 @@ class Runner:
             self.hooks = before
 
     def _run(self, table: Table, micro_batches: Sequence[MicroBatch], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        self.gates.require_closed()
         self._forget()
         self.micro_batches, self.scale, self.running = micro_batches, scale, table
         for action in table.rows[self.rank]:
