@@ -46,13 +46,22 @@ def skips_a_step(plan):
     return timed(train)
 
 
-@pytest.mark.parametrize("plan", ["zero3", "zero0"])
+@pytest.mark.parametrize("plan", ["zero3", pytest.param("zero0", marks=pytest.mark.slow)])
 def test_a_rank_that_skips_a_step_of_a_stream_is_found(plan):
     for message, seconds in outcomes(skips_a_step, 2, plan):
         assert "ranks wait for each other" in message
         assert "rank 0: " in message
         assert "rank 1: all_reduce on axis world" in message
         assert "test_deadlock.py:" in message
+        assert seconds < patience(20)
+
+
+def test_a_rank_that_skips_a_step_of_a_pipeline_is_found():
+    """One waits for a message, inside its backend, and the other in a collective."""
+    for message, seconds in outcomes(skips_a_step, 2, "pp2"):
+        assert "ranks wait for each other: rank 0: a message from rank 1 to rank 0 on axis pp (gradients" in message
+        assert "rank 1: all_reduce on axis world" in message
+        assert message.count("test_deadlock.py:") >= 2
         assert seconds < patience(20)
 
 

@@ -48,6 +48,16 @@ def test_a_rank_that_does_not_wait_may_come():
     assert stuck(store, 0) == {}
 
 
+def test_a_message_that_is_under_way_keeps_nobody():
+    """Rank 0 has begun to receive three messages and waits for the second, of which rank 1 has sent two."""
+    sent = "a message from rank 1 to rank 0 on axis pp"
+    second = Wait(sent, (1,), begun={sent: 3}, place=2)
+    reduce = Wait(REDUCE, (0, 1), begun={sent: 2, REDUCE: 1})
+    assert stuck(store_with(rank0=second, rank1=reduce), 0) == {}
+    third = Wait(sent, (1,), begun={sent: 3}, place=3)
+    assert set(stuck(store_with(rank0=third, rank1=reduce), 0)) == {0, 1}
+
+
 @pytest.mark.parametrize("gathers", [4, 5])
 def test_a_rank_that_has_left_comes_no_more(gathers):
     """Unless it left after the operation, whose data may still be under way."""

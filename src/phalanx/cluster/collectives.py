@@ -18,6 +18,7 @@ import torch.distributed as dist
 from phalanx.cluster import deadlock, debug, failure, launch
 from phalanx.cluster.ledger import ledger, ring_all_reduce_bytes, tree_broadcast_bytes
 from phalanx.cluster.mesh import Axis, group_of
+from phalanx.cluster.sentry import blocked
 from phalanx.errors import CommError, ShapeError
 
 # The dtypes gloo knows; others are moved as bytes, and cannot be summed.
@@ -38,7 +39,7 @@ class Pending:
     Tensors handed over stay untouched until then. On an accelerator that is a promise for work queued after the wait.
     """
 
-    __slots__ = ("_axis", "_finish", "_is_queued", "_operation", "_works")
+    __slots__ = ("_axis", "_finish", "_is_queued", "_message", "_operation", "_works")
 
     def __init__(
         self,
@@ -47,7 +48,9 @@ class Pending:
         works: Sequence[Any] = (),
         finish: Callable[[], object] | None = None,
         of: torch.Tensor | None = None,
+        message: deadlock.Message | None = None,
     ):
+        self._message = message
         self._operation, self._axis, self._works, self._finish = operation, axis, works, finish
         self._is_queued = of is not None and of.device.type != "cpu"
 
@@ -58,7 +61,7 @@ class Pending:
             if self._is_queued:
                 _queue_behind(work, self._operation, self._axis)
             else:
-                _wait(work, self._operation, self._axis)
+                _wait(work, self._operation, self._axis, self._message)
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -198,7 +201,8 @@ def send(tensor: torch.Tensor, axis: Axis, peer: int, wait: bool = True) -> Pend
     ledger.count("send", axis.name, _nbytes(flat), _nbytes(flat))
     if axis.backend == "fake":
         return Pending("send", axis)
-    return _started(Pending("send", axis, [group_of(axis).send([flat], peer, 0)], of=flat), wait)
+    message = deadlock.begin_message(axis.name, axis.channel, axis.ranks[axis.index], axis.ranks[peer], axis.ranks[axis.index])
+    return _started(Pending("send", axis, [group_of(axis).send([flat], peer, 0)], of=flat, message=message), wait)
 
 
 def recv(tensor: torch.Tensor, axis: Axis, peer: int, wait: bool = True) -> Pending:
@@ -208,7 +212,8 @@ def recv(tensor: torch.Tensor, axis: Axis, peer: int, wait: bool = True) -> Pend
     ledger.count("recv", axis.name, 0, 0)
     if axis.backend == "fake":
         return Pending("recv", axis)
-    return _started(Pending("recv", axis, [group_of(axis).recv([flat], peer, 0)], of=flat), wait)
+    message = deadlock.begin_message(axis.name, axis.channel, axis.ranks[peer], axis.ranks[axis.index], axis.ranks[axis.index])
+    return _started(Pending("recv", axis, [group_of(axis).recv([flat], peer, 0)], of=flat, message=message), wait)
 
 
 def barrier(axis: Axis) -> None:
@@ -218,7 +223,7 @@ def barrier(axis: Axis) -> None:
     _begin("barrier", axis)
     ledger.count("barrier", axis.name, 0, 0)
     if axis.backend != "fake":
-        _wait(group_of(axis).barrier(dist.BarrierOptions()), "barrier", axis)
+        _wait(group_of(axis).barrier(dist.BarrierOptions()), "barrier", axis, None)
 
 
 def gather_objects(obj: object, axis: Axis) -> list[Any]:
@@ -381,12 +386,13 @@ def _queue_behind(work: Any, operation: str, axis: Axis) -> None:
         _raise_broken(error, operation, axis)
 
 
-def _wait(work: Any, operation: str, axis: Axis) -> None:
+def _wait(work: Any, operation: str, axis: Axis, message: deadlock.Message | None) -> None:
     """Waits in slices, so that another rank's failure is noticed; work that ends in time returns at once."""
-    if axis.group is not None and operation in ("send", "recv"):
+    if axis.group is not None and message is not None:
         # gloo drops the connection when such a wait runs out, so it cannot be sliced; a failed peer closes it from its side.
-        if not _ends_within(work, timedelta(seconds=launch.world().timeout_s), operation, axis, last=True):
-            _raise_broken(None, operation, axis)
+        with blocked(message):
+            if not _ends_within(work, timedelta(seconds=launch.world().timeout_s), operation, axis, last=True):
+                _raise_broken(None, operation, axis)
     elif not _ends_within(work, _SLICE, operation, axis):
         _wait_long(work, operation, axis)
 

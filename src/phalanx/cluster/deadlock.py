@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -37,16 +38,41 @@ _INSIDE = (_PHALANX + os.sep, _TORCH + os.sep, contextlib.__file__)
 _numbers = itertools.count(1)
 
 
+@dataclass(frozen=True)
+class Message:
+    """The `number`th message that this rank has begun to send to, or to receive from, `peer` on one channel."""
+
+    name: str
+    peer: int
+    number: int
+
+
+_messages: dict[tuple[str, str, int, int], int] = {}
+
+
+def begin_message(axis: str, channel: str, source: int, target: int, rank: int) -> Message:
+    """Counts a message between two ranks, at the end that is this rank."""
+    key = (axis, channel, source, target)
+    _messages[key] = number = _messages.get(key, 0) + 1
+    return Message(_name_of(*key), source if target == rank else target, number)
+
+
+def _name_of(axis: str, channel: str, source: int, target: int) -> str:
+    return f"a message from rank {source} to rank {target} on axis {axis}" + (f" ({channel})" if channel else "")
+
+
 def calls_begun() -> dict[str, int]:
-    """How often this rank has begun each operation on each axis."""
-    return {f"{operation} on axis {axis}": calls for operation, axis, calls, *_ in ledger.rows()}
+    """How often this rank has begun each operation on each axis, and each kind of message."""
+    calls = {f"{operation} on axis {axis}": calls for operation, axis, calls, *_ in ledger.rows()}
+    return calls | {_name_of(*key): number for key, number in list(_messages.items())}
 
 
 @dataclass(frozen=True)
 class Wait:
     """Where a rank waits: at an operation that some of `ranks` have not begun as often as it has, or for an answer of all `ranks`.
 
-    `number` grows with every wait of a rank. A rank without `ranks` has left: it waits for nobody, and will not come.
+    `number` grows with every wait of a rank. A rank without `ranks` has left: it waits for nobody, and will not come. Of several
+    messages that a rank has begun it waits for the one at `place`.
     """
 
     what: str
@@ -54,6 +80,7 @@ class Wait:
     caller: str = ""
     begun: dict[str, int] = field(default_factory=calls_begun)
     number: int = field(default_factory=lambda: next(_numbers))
+    place: int | None = None
 
     @classmethod
     def loads(cls, text: str | bytes) -> Wait:
@@ -62,7 +89,7 @@ class Wait:
 
     def is_for(self, other: Wait) -> bool:
         """Whether the rank of `other` keeps this one waiting. Where it has begun the same operation, data are under way."""
-        return other.begun.get(self.what, 0) < self.begun.get(self.what, 1)
+        return other.begun.get(self.what, 0) < (self.place or self.begun.get(self.what, 1))
 
     def __str__(self) -> str:
         return f"{self.what} at {self.caller}" if self.caller else self.what
@@ -71,10 +98,10 @@ class Wait:
 class Search:
     """One long wait of this rank, and what it has seen of the others."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int):
+    def __init__(self, store: dist.Store, rank: int, size: int, patience_s: float | None = None):
         self._store, self._rank = store, rank
         self._pause_s = BETWEEN_LOOKS_S * max(1.0, size / 64)  # a look reads up to `size` records: look less often in large worlds
-        self._due = time.monotonic() + PATIENCE_S
+        self._due = time.monotonic() + (PATIENCE_S if patience_s is None else patience_s)
         self._seen: dict[int, Wait] = {}
 
     def look(self) -> None:
@@ -98,7 +125,7 @@ class Search:
 @contextlib.contextmanager
 def waiting(store: dist.Store, rank: int, what: str, ranks: tuple[int, ...]) -> Iterator[Search]:
     """Tells all ranks where this one waits, and for whom, while inside."""
-    tell(store, rank, Wait(what, ranks, _caller()))
+    tell(store, rank, Wait(what, ranks, caller(sys._getframe(1))))
     try:
         yield Search(store, rank, len(ranks))
     finally:
@@ -156,9 +183,8 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-def _caller() -> str:
+def caller(frame: FrameType) -> str:
     """File and line of the innermost frame outside Phalanx and torch, or of the outermost one: a line that a person knows."""
-    frame = sys._getframe(1)
     while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(_INSIDE):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

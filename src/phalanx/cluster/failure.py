@@ -52,12 +52,16 @@ class PeerError(CommError):
 class Watch:
     """One rank's view of the shared store: publishes this rank's failure, notices the first one of all.
 
+    `beside` is called with that store at every look.
+
     Cost: one small message per `poll_s`, from a thread of its own with a connection of its own, so a blocked main thread does
     not hold it up.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, poll_s: float = POLL_S):
-        self.rank, self.store = rank, store
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, poll_s: float = POLL_S, beside: Callable[[dist.Store], None] = lambda store: None
+    ):
+        self.rank, self.store, self._beside = rank, store, beside
         self.failure: Failure | None = None
         self._poll_s = poll_s * max(1.0, size / 256)  # the store answers everyone: ask less often in large worlds
         self._stop = threading.Event()
@@ -90,6 +94,8 @@ class Watch:
             try:
                 if self.failure is None and self.store.check([KEY]):
                     self.failure = Failure.loads(self.store.get(KEY))
+                if self.failure is None:
+                    self._beside(self.store)
             except (RuntimeError, ValueError):
                 return  # the store has gone with the rank or launcher that held it; broken connections tell the rest
             if self.failure is not None:
@@ -112,10 +118,16 @@ _watch: Watch | None = None
 _previous_hook: Callable[..., object] = sys.__excepthook__
 
 
-def start(store: dist.Store, rank: int, size: int, hook: Callable[..., object] = sys.__excepthook__) -> None:
+def start(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    hook: Callable[..., object] = sys.__excepthook__,
+    beside: Callable[[dist.Store], None] = lambda store: None,
+) -> None:
     """Starts watching and takes over `sys.excepthook`, which goes on to `hook`; `stop` undoes both."""
     global _watch, _previous_hook
-    _watch, _previous_hook = Watch(store, rank, size), hook
+    _watch, _previous_hook = Watch(store, rank, size, beside=beside), hook
     sys.excepthook = _report_uncaught
 
 

@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d
 
 from phalanx.cluster import deadlock, failure
 from phalanx.cluster import device as devices
+from phalanx.cluster.sentry import Sentry
 from phalanx.errors import CommError, ConfigError
 
 JOIN_S = 25.0
@@ -99,7 +100,7 @@ def launch(*, backend: str | None = None, timeout_s: float = 600, debug: bool | 
         place.rank, place.size, place.local_rank, place.local_size, place.num_nodes, torch_device, backend, timeout_s, debug, store
     )
     if store is not None:
-        failure.start(store.clone(), place.rank, place.size, hook)
+        failure.start(store.clone(), place.rank, place.size, hook, Sentry(place.rank).look)
         atexit.register(shutdown)
     return _world
 

@@ -207,7 +207,11 @@ class _Job:
             self.ended[rank] = message.exit_code
             self._take_rest(rank)
             if rank not in self.outcomes:
-                self.outcomes[rank] = Outcome(rank, summary=f"{how_it_ended(message.exit_code)} without a result")
+                found = self._published()
+                if found is not None and found.rank == rank:  # it ended from outside of what it was doing
+                    self.outcomes[rank] = Outcome(rank, summary=found.summary, trace=found.traceback)
+                else:
+                    self.outcomes[rank] = Outcome(rank, summary=f"{how_it_ended(message.exit_code)} without a result")
 
     def _take_rest(self, rank: int) -> None:
         """Reads what an ended rank had written: the pipe may be held open by a process that it left behind."""
@@ -223,11 +227,15 @@ class _Job:
 
     def _first_failure(self) -> RankError:
         """All that is known are ranks that follow a failure: the one that was published."""
-        if self.store.check([f"phalanx/0/{failure.KEY}"]):
-            first = failure.Failure.loads(self.store.get(f"phalanx/0/{failure.KEY}"))
+        first = self._published()
+        if first is not None:
             return RankError(f"rank {first.rank} of {self.size} failed: {first.summary}", rank=first.rank, trace=first.traceback)
         rank, outcome = next((rank, outcome) for rank, outcome in self.outcomes.items() if outcome.echo)
         return self._error(rank, outcome)
+
+    def _published(self) -> failure.Failure | None:
+        key = f"phalanx/0/{failure.KEY}"
+        return failure.Failure.loads(self.store.get(key)) if self.store.check([key]) else None
 
     def _too_late(self) -> RankError:
         """Names the ranks that are not through, with the stack of the first."""
