@@ -61,6 +61,23 @@ def test_frozen_parameters_have_no_optimizer_state(plan):
     assert sum(elements for _, elements in results) == 2 * trained * whole
 
 
+def with_unused(plan, optimizer_class):
+    booster = Booster(plan)
+    model = build()
+    model.unused = nn.Linear(3, 5).double()
+    start = model.unused.weight.detach().clone()
+    model, *_ = booster.boost(model, optimizer_class(model.parameters(), lr=0.1, weight_decay=0.5), sum_and_count)
+    for step in range(2):
+        booster.step(own_rows(booster, data(step)))
+    return torch.equal(booster.full_state_dict()["unused.weight"], start)
+
+
+@pytest.mark.parametrize("plan", STAGES)
+def test_weight_decay_leaves_alone_what_no_rank_used(plan):
+    for optimizer_class in (torch.optim.SGD, torch.optim.AdamW):
+        assert run_ranks(with_unused, 2, plan, optimizer_class) == [True, True]
+
+
 class Mixed(nn.Module):
     def __init__(self):
         super().__init__()
