@@ -27,6 +27,9 @@ PLANS += [("ulysses2+ep2", 2), ("zero3+ring2+ep2", 4), ("zero1+tp2+ep2", 4), ("p
 BUILDERS = {
     "user-mixture": "build",
     "user-mixture-pushed": "build_pushed",
+    "user-mixture-by-row": "build_by_row",
+    "user-mixture-sharing": "build_sharing",
+    "user-mixture-alone": "build_alone",
     "mixtral-balance-loss": "build_balanced",
     "mixtral-balance-loss-top-1": "build_balanced_alone",
 }
@@ -57,6 +60,9 @@ COVER = [
     ("user-mixture", "tp2+ep2", 4),
     ("tiny-deepseek-v3", "zero1+pp2+zb-h1+ep2", 4),
     ("user-mixture-pushed", "pp2+ep2", 4),
+    ("user-mixture-by-row", "zero3", 4),
+    ("user-mixture-sharing", "zero2+ep3", 3),
+    ("user-mixture-alone", "zero3+ep2", 4),
     ("mixtral-balance-loss", "tp2+sp+ep2", 4),
     ("mixtral-balance-loss", "ulysses2+ep2", 4),
     ("mixtral-balance-loss", "zero0", 1),
@@ -86,6 +92,13 @@ def test_a_balance_loss_of_ranks_without_rows():
 def test_a_balance_loss_that_would_be_that_of_a_piece_is_refused(plan):
     with pytest.raises(PlanError, match="means over the whole batch"):
         check("mixtral-balance-loss", plan, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["zero3+ep2", "zero2+ep2+acc2", "zero1+pp2+ep2", "zero3+tp2+ep2"])
+@pytest.mark.parametrize("model", ["user-mixture-by-row", "user-mixture-sharing"])
+def test_experts_that_only_some_ranks_call(model, plan):
+    check(model, plan, 4)
 
 
 @pytest.mark.slow

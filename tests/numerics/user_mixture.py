@@ -89,6 +89,64 @@ def build_pushed():
     return Model(), criterion, pushed_batch
 
 
+class ByRow(Model):
+    """`push` has a row for each row of the batch."""
+
+    def forward(self, ids, push):
+        return super().forward(ids, push.repeat_interleave(ids.shape[1], 0))
+
+
+def batch_by_row(step):
+    """The first two rows choose freely, the others the first and the last expert: ranks call other experts."""
+    push = torch.zeros(7, 5)
+    push[2:, 1:4] = -50.0
+    return {**batch(step), "push": push}
+
+
+def build_by_row():
+    model = ByRow()
+    model.layers.extend([Layer() for _ in range(3)])
+    return model, criterion, batch_by_row
+
+
+class Sharing(Mixture):
+    """Experts that are one module, and so one weight, at several places of the list."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([self.experts[at] for at in (0, 1, 0, 2, 1)])
+
+
+def build_sharing():
+    model = Model()
+    for layer in model.layers:
+        layer.mixture = Sharing()
+    return model, criterion, batch
+
+
+class Alone(nn.Module):
+    """One mixture that stands in no stack of layers, with experts large enough to be gathered one by one."""
+
+    def __init__(self, width=256):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, width), nn.Linear(width, VOCAB)
+        self.router = nn.Linear(width, 5, bias=False)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(5))
+
+    def forward(self, ids, push):
+        x = self.embedding(ids)
+        tokens = x.flatten(0, 1)
+        weights, chosen = (self.router(tokens) + push.repeat_interleave(ids.shape[1], 0)).softmax(-1).max(-1)
+        for number, expert in enumerate(self.experts):
+            if len(token := (chosen == number).nonzero()[:, 0]):
+                tokens = tokens.index_add(0, token, weights[token, None] * expert(tokens[token]))
+        return self.head(tokens.view_as(x))
+
+
+def build_alone():
+    return Alone(), criterion, batch_by_row
+
+
 def build_balanced(num_choices=2, **config):
     """A stock model with its own balance loss, weighted so that it cannot be overlooked."""
     from transformers import MixtralConfig

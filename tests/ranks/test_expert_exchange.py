@@ -162,8 +162,8 @@ def uniform(size, num_experts, num_choices, num_tokens, hidden):
     x = torch.randn(num_tokens, hidden, requires_grad=True)
     weights = torch.rand(num_tokens, num_choices, requires_grad=True)
     with ledger.record() as forth:
-        sent = exchange.dispatch(x, experts, weights, Homes.even(num_experts, size), [axis])
-        out = sent.combine(sent.x)
+        sent = exchange.dispatch(x, experts, weights, Homes.even(num_experts, size), [axis], "layer")
+        out = sent.combine(sent.rows.add_up(sent.rows.take(sent.x), sent.weights))
     with ledger.record() as back:
         out.sum().backward()
     return [sum(row[4] for row in rows) / 4 for rows in (forth, back)]

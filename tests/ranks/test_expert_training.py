@@ -170,8 +170,16 @@ def test_what_a_model_does_not_have_is_refused():
     model, _ = start("tiny-mixtral")
     with pytest.raises(ConfigError, match="no correction bias"):
         px.Booster("zero0", routing=px.Routing(bias_rate=0.1)).boost(model)
-    with pytest.raises(ConfigError, match="from 0"):
-        px.Routing(z=-1)
+    with pytest.raises(PlanError, match=r"Try: model\.layers\.0\.mlp"):
+        px.Booster("zero0", routing=px.Routing(loads={"model.layer.0.mlp.experts": [1.0] * 4})).boost(start("tiny-mixtral")[0])
+
+
+@pytest.mark.parametrize(
+    "options", [{"z": -1}, {"z": math.nan}, {"bias_rate": math.inf}, {"capacity": math.nan}, {"loads": {"a": [1.0, -2.0]}}], ids=str
+)
+def test_a_routing_of_no_sense_is_refused(options):
+    with pytest.raises(ConfigError, match=r"above 0|from 0"):
+        px.Routing(**options)
 
 
 def test_verify_refuses_what_depends_on_the_cut():

@@ -4,7 +4,7 @@ import torch
 import transformers
 from torch import nn
 
-from phalanx.anatomy import is_batch_dependent, layer_stacks, own_loss, replace_causal_loss, tie_groups
+from phalanx.anatomy import execution_blocks, is_batch_dependent, layer_stacks, own_loss, replace_causal_loss, tie_groups
 from phalanx.verify import tiny
 from phalanx.verify.batches import make_batch
 
@@ -33,6 +33,13 @@ def test_a_block_that_is_listed_twice_appears_once():
 
 def test_a_model_without_repetition_has_no_stack():
     assert names(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Embedding(3, 2))) == []
+
+
+def test_experts_are_no_layers_and_a_mixture_runs_as_one():
+    mixture = nn.ModuleDict({"router": nn.Linear(2, 3), "experts": nn.ModuleList(nn.Linear(2, 2) for _ in range(3))})
+    model = nn.ModuleDict({"mixture": mixture, "layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(2))})
+    assert names(model) == ["layers.0", "layers.1"]
+    assert [name for name, _ in execution_blocks(model)] == ["layers.0", "layers.1", "mixture"]
 
 
 def test_ties_are_found_by_identity_not_by_value():

@@ -15,7 +15,7 @@ from phalanx.anatomy.proof import Proved
 from phalanx.anatomy.reading import Anatomy, read_anatomy
 from phalanx.anatomy.specimen import Unrunnable, call_with, is_linear, is_transposed, stacks_of
 from phalanx.anatomy.split import Split, num_features
-from phalanx.anatomy.stacks import layer_stacks
+from phalanx.anatomy.stacks import execution_blocks, layer_stacks
 from phalanx.anatomy.stream import StreamReading, read_stream
 from phalanx.anatomy.ties import tie_groups
 from phalanx.anatomy.tree import tree, whole
@@ -34,6 +34,7 @@ __all__ = [
     "StreamReading",
     "Unrunnable",
     "call_with",
+    "execution_blocks",
     "is_batch_dependent",
     "is_linear",
     "is_transposed",

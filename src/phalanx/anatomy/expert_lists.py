@@ -44,7 +44,7 @@ def expert_lists(model: nn.Module) -> list[ExpertList]:
     """
     found: list[ExpertList] = []
     for name, module in model.named_modules():
-        if any(name.startswith(f"{outer.name}.") for outer in found if outer.name):
+        if any(not outer.name or name.startswith(f"{outer.name}.") for outer in found):
             continue
         attribute = next((_NAMED[kind] for kind in type(module).__mro__ if kind in _NAMED), None) or _readable(module)
         if attribute is not None:

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from torch import nn
 
+from phalanx.anatomy.expert_lists import expert_lists
+
 
 def layer_stacks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The blocks of every repeated container, as (qualified name, block) in the order in which the model registers them.
 
     A container is an `nn.ModuleList` or `nn.Sequential` with at least two children of one class that hold parameters; the
-    outermost wins, so a block's inner lists (experts, for example) are not blocks. A block that is listed twice appears once.
+    outermost wins, so a block's inner lists are not blocks, and experts never are. A block that is listed twice appears once.
     """
     blocks: list[tuple[str, nn.Module]] = []
-    _collect(model, "", blocks, set())
+    _collect(model, "", blocks, {id(found.experts) for found in expert_lists(model)})
     return blocks
+
+
+def execution_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """What runs as one: the blocks of all stacks, and mixtures outside of these, in which a rank runs only the experts that it needs."""
+    blocks = layer_stacks(model)
+    inside = {id(module) for _, block in blocks for module in block.modules()}
+    return [*blocks, *((found.name, found.block) for found in expert_lists(model) if id(found.block) not in inside)]
 
 
 def _collect(module: nn.Module, name: str, blocks: list[tuple[str, nn.Module]], seen: set[int]) -> None:

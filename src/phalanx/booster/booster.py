@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from phalanx.anatomy import layer_stacks
+from phalanx.anatomy import execution_blocks
 from phalanx.booster import saving
 from phalanx.booster.objective import Objective
 from phalanx.booster.optimizer import BoostedOptimizer, BoostedScheduler
@@ -169,7 +169,7 @@ class Booster:
         )
 
     def _make_engine(self, model: nn.Module, context: Context, start: StartState, optimizer: torch.optim.Optimizer | None) -> Any:
-        blocks = context.stages.blocks if context.stages is not None else layer_stacks(model)
+        blocks = context.stages.blocks if context.stages is not None else execution_blocks(model)
         data, stage, group = context.roles.data, self.plan.zero, self.plan.zero_group
         if self.plan.fsdp and data.size > 1:  # one rank has nothing to shard, whoever does it
             from phalanx.memory.fsdp import FsdpEngine

@@ -33,12 +33,7 @@ class Choices:
     def rows(self, total: int) -> GroupedRows:
         """The rows, once their number `total` (the sum of `counts`) is known."""
         pairs = self.order[:total]
-        tokens = pairs // self.num_choices
-        ends = (
-            torch.zeros(self.num_tokens, dtype=torch.int64, device=pairs.device).scatter_add_(0, tokens, torch.ones_like(tokens)).cumsum(0)
-        )
-        starts = torch.cat([ends.new_zeros(1), ends[:-1]]) if self.num_tokens else ends
-        return GroupedRows(pairs, tokens, torch.argsort(tokens, stable=True), starts, self.num_choices)
+        return GroupedRows(pairs, pairs // self.num_choices, self.num_tokens, self.num_choices)
 
 
 @dataclass(frozen=True)
@@ -50,9 +45,17 @@ class GroupedRows:
 
     pairs: torch.Tensor
     tokens: torch.Tensor
-    by_token: torch.Tensor
-    starts: torch.Tensor
+    num_tokens: int
     num_choices: int
+
+    @cached_property
+    def by_token(self) -> torch.Tensor:
+        return torch.argsort(self.tokens, stable=True)
+
+    @cached_property
+    def starts(self) -> torch.Tensor:
+        counts = self.tokens.new_zeros(self.num_tokens).scatter_add_(0, self.tokens, torch.ones_like(self.tokens))
+        return counts.cumsum(0) - counts
 
     def take(self, x_TH: torch.Tensor) -> torch.Tensor:
         """The token of every row. Shapes: [N, H]. Grad: `add_up`."""
@@ -73,7 +76,7 @@ class GroupedRows:
     def sums(self, y_NH: torch.Tensor, weights_N: torch.Tensor | None = None) -> torch.Tensor:
         """The sums of `add_up` without a gradient; `weights_N` in the order of `by_token`."""
         if not len(self.tokens):
-            return y_NH.new_zeros(len(self.starts), y_NH.shape[1])
+            return y_NH.new_zeros(self.num_tokens, y_NH.shape[1])
         return torch.embedding_bag(y_NH, self.by_token, self.starts, False, 0, False, weights_N)[0]
 
 
@@ -82,7 +85,7 @@ class _PairsAsTokens:
 
     def __init__(self, rows: GroupedRows):
         self.tokens = rows.pairs
-        self.total = len(rows.starts) * rows.num_choices
+        self.total = rows.num_tokens * rows.num_choices
 
     def sums(self, y_NH: torch.Tensor) -> torch.Tensor:
         return y_NH.new_zeros(self.total, y_NH.shape[1]).index_copy_(0, self.tokens, y_NH)

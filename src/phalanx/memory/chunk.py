@@ -36,7 +36,8 @@ class Slot:
 
     `owners` are the (module, attribute) pairs under which the model reaches it; more than one where weights are tied.
     `dtype` is the one that the person's model has, `identity` the id of the parameter that it was built with. `placement` says which
-    box of the parameter this rank holds: all that follows here is about that box.
+    box of the parameter this rank holds: all that follows here is about that box. `is_occasional`: it belongs to an expert of a list,
+    which some ranks call in a pass and others do not.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Slot:
     shard: nn.Parameter | None = field(default=None, repr=False)
     dtype: torch.dtype = field(init=False)
     identity: int = field(init=False)
+    is_occasional: bool = False
     version: int | None = None  # the parameter's count of changes in place, as of the last update
     used: bool = False  # a gradient arrived since the last optimizer step
     written: bool = False  # the chunk's gradient buffer holds a value for it
@@ -176,6 +178,11 @@ class Chunk:
     @property
     def is_trainable(self) -> bool:
         return any(slot.parameter.requires_grad for slot in self.slots)
+
+    @property
+    def is_occasional(self) -> bool:
+        """Whether ranks may get gradients of other parts of it in one backward, and some rank none."""
+        return any(slot.is_occasional for slot in self.slots)
 
     @property
     def is_natural(self) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from phalanx.anatomy.expert_lists import expert_lists
 from phalanx.cluster.placement import Placements
 from phalanx.memory.chunk import Chunk, Slot
 
@@ -72,6 +73,7 @@ def find_units(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], placem
 
 def find_slots(model: nn.Module) -> list[Slot]:
     slots: dict[int, Slot] = {}
+    in_lists = {id(module) for found in expert_lists(model) for module in found.experts.modules()}
     for module_name, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
             if parameter is None:
@@ -79,6 +81,7 @@ def find_slots(model: nn.Module) -> list[Slot]:
             name = clean_name(f"{module_name}.{attribute}" if module_name else attribute)
             slot = slots.setdefault(id(parameter), Slot(name, parameter, []))
             slot.owners.append((module, attribute))
+            slot.is_occasional |= id(module) in in_lists
     return list(slots.values())
 
 
@@ -100,15 +103,17 @@ def _absorb_small_parts(units: dict[object, Unit], rest: Unit) -> None:
 def order_of_completion(units: Sequence[Unit]) -> list[Chunk]:
     """All chunks such that in reverse they are complete in a backward as early as can be foreseen.
 
-    What stays gathered is read all over a pass, so it is complete last; in any other place the rest would wait for it.
+    What stays gathered is read all over a pass, so it is complete last; in any other place the rest would wait for it. The same holds
+    for experts that a rank may not call at all: when these are complete only the end of the backward tells on every rank alike.
     """
-    return [chunk for unit in sorted(units, key=lambda unit: not unit.stays) for chunk in unit.chunks]
+    chunks = [chunk for unit in sorted(units, key=lambda unit: not unit.stays) for chunk in unit.chunks]
+    return sorted(chunks, key=lambda chunk: not chunk.is_occasional)
 
 
 def by_kind(unit: Unit, kind_of) -> Iterator[tuple[object, list[Slot]]]:
-    """A unit's slots in groups that can share one flat tensor: the same dtypes and ranks, and all trainable or all frozen."""
+    """A unit's slots in groups that can share one flat tensor: the same dtypes and ranks, trainable or frozen, always called or not."""
     groups: dict[tuple[object, ...], list[Slot]] = {}
     for slot in unit.slots:
-        groups.setdefault((kind_of(slot), slot.parameter.requires_grad, slot.placement.kind), []).append(slot)
+        groups.setdefault((kind_of(slot), slot.parameter.requires_grad, slot.is_occasional, slot.placement.kind), []).append(slot)
     for (kind, *_), slots in groups.items():
         yield kind, slots

@@ -65,7 +65,7 @@ class GradientReducer:
                 self._land_early(chunk)
                 if chunk.is_reduced:
                     chunk.reopen_gradient()
-                self.missing[id(chunk)] = sum(slot.parameter.requires_grad for slot in chunk.slots)
+                self.missing[id(chunk)] = sum(_is_awaited(slot) for slot in chunk.slots)
                 if (synchronise or chunk.policy.gradient) and not keeps_all:
                     self.queue.append(chunk)
 
@@ -81,13 +81,13 @@ class GradientReducer:
                 remedy="non-reentrant activation checkpointing (use_reentrant=False)",
             )
         chunk.add_gradient(slot, gradient)
-        self.missing[id(chunk)] -= 1
+        self.missing[id(chunk)] -= _is_awaited(slot)
         if self.missing[id(chunk)] == 0:
             self.on_complete(chunk)
             self._issue_ready()
 
     def _issue_ready(self) -> None:
-        while self.queue and self.missing[id(self.queue[0])] <= 0:
+        while self.queue and self.missing[id(self.queue[0])] <= 0 and not self.queue[0].is_occasional:
             self._issue(self.queue.pop(0))
 
     def _issue(self, chunk: Chunk) -> None:
@@ -150,6 +150,11 @@ class GradientReducer:
         """Takes the hooks off the parameters."""
         for handle in self.hooks:
             handle.remove()
+
+
+def _is_awaited(slot: Slot) -> bool:
+    """Whether a chunk is incomplete without a gradient of this parameter: experts that live elsewhere get none here."""
+    return slot.parameter.requires_grad and (slot.num_elements > 0 or not slot.is_occasional)
 
 
 def backward_outside() -> ConfigError:

@@ -21,13 +21,18 @@ from phalanx.parallel.expert.listed import ListedForward
 from phalanx.parallel.expert.load import Load
 from phalanx.parallel.expert.routing import Routing
 from phalanx.parallel.expert.stacked import StackedForward
+from phalanx.plan.file import unknown_key
 
 
 def spread_experts(layers: Sequence[ExpertLayer], axes: ExpertAxes, placements: Placements, routing: Routing) -> None:
     """Divides the experts of every layer among the ranks.
 
-    Raises: PlanError for more ranks than experts, and for bounds on the choices of experts that a block calls itself.
+    Raises: PlanError for more ranks than experts, and for bounds on the choices of experts that a block calls itself; ConfigError for
+    loads of layers that are not there.
     """
+    for name in routing.loads or ():
+        if name not in (names := [layer.name for layer in layers]):
+            raise unknown_key(name, names, "Routing(loads=...)")
     for layer in layers:
         if axes.size > layer.num_experts:
             raise PlanError(
@@ -85,18 +90,31 @@ def _width_ranges(size: int, num_blocks: int, width: int, axis: Axis) -> list[Ra
 
 
 def _spread_list(experts: ExpertList, load: Load, homes: Homes, axes: ExpertAxes, placements: Placements) -> None:
-    """Experts of a list are held by one rank each, as whole as the passes before have left them; others hold nothing of them."""
+    """Experts of a list are held by one rank each, as whole as the passes before have left them; others hold nothing of them.
+
+    A weight that experts of several ranks share is held by all: each adds what its experts make of its gradient.
+    """
+    shared = _shared_between_homes(experts, homes)
     for number, expert in enumerate(experts.experts):
         is_here = number in homes.held[axes.index]
         for module in expert.modules():
             for attribute, parameter in module._parameters.items():
-                if parameter is None:
+                if parameter is None or id(parameter) in shared:
                     continue
                 cut = placements.declared(module, attribute)
                 layout = cut.layout if cut is not None else Layout.whole(parameter.shape)
                 placed = axes.place(layout if is_here else _nothing(parameter.shape))
                 placements.declare(module, attribute, placed if cut is None else replace(cut, layout=placed.layout, data=placed.data))
     replace_forward(experts.block, ListedForward(experts.block.forward, experts.attribute, homes, axes.hops, load))
+
+
+def _shared_between_homes(experts: ExpertList, homes: Homes) -> set[int]:
+    home = {expert: rank for rank, held in enumerate(homes.held) for expert in held}
+    places: dict[int, set[int]] = {}
+    for number, expert in enumerate(experts.experts):
+        for parameter in expert.parameters():
+            places.setdefault(id(parameter), set()).add(home[number])
+    return {parameter for parameter, ranks in places.items() if len(ranks) > 1}
 
 
 def _nothing(shape: Sequence[int]) -> Layout:

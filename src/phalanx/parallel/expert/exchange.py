@@ -7,6 +7,7 @@ Legend: T tokens here, K choices, H hidden, M rows after a hop.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch._guards import detect_fake_mode
 
 from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
+from phalanx.errors import CommError
 from phalanx.kernels.grouped_rows import GroupedRows, sort_choices
 from phalanx.layout import split_sizes
 from phalanx.parallel.expert.homes import Homes
@@ -45,9 +47,9 @@ class Hop:
 
 @dataclass
 class Dispatched:
-    """What the experts of this rank are to compute: rows sorted by expert, and the way back.
+    """What the experts of this rank are to compute, and the way back.
 
-    Shapes: `x` [P, H] with `sizes[e]` rows of local expert e.
+    Shapes: `x` [M, H] and `weights` [M, K] of the tokens that came; `rows` are sorted by expert, `sizes[e]` of local expert e.
     """
 
     x: torch.Tensor
@@ -57,27 +59,29 @@ class Dispatched:
     hops: list[Hop]
 
     def combine(self, y: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of what a token's experts made of it, back where the token lives.
+        """The sum of what a token's experts made of it on all ranks, back where the token lives.
 
-        Shapes: y [P, H] -> [T, H]. Cost: as `dispatch`, without the weights. Grad: the same way forth.
+        Shapes: y [M, H], summed over the experts here -> [T, H]. Cost: as `dispatch`, without the weights. Grad: the same way forth.
         """
-        y = self.rows.add_up(y, self.weights)
         for hop in reversed(self.hops):
             (y,) = _Move.apply(hop.axis, hop.received, hop.sent, _rooted(y))
             y = hop.rows.add_up(y)
         return y
 
 
-def dispatch(x_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor, homes: Homes, axes: Sequence[Axis]) -> Dispatched:
+def dispatch(
+    x_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor, homes: Homes, axes: Sequence[Axis], layer: str
+) -> Dispatched:
     """Sends every token to the ranks that hold the experts it chose; a choice outside of 0 to E - 1 is none.
 
     `axes` are outermost first; the home of an expert counts ranks along them. One host read.
     Cost: over one axis of e ranks and with choices spread evenly, at most K T H (e - 1)/e elements and the weights and numbers of
     the choices; a token with several experts on one rank is sent once.
+    Raises: CommError where other ranks run another layer now.
     """
     axes = [axis for axis in axes if axis.size > 1]
     home_E, place_E = homes.tables(x_TH.device)
-    sizes = _agree_on_sizes(experts_TK, homes, axes)
+    sizes = _agree_on_sizes(experts_TK, homes, axes, layer)
     hops = []
     for number, axis in enumerate(axes):
         inner = math.prod(after.size for after in axes[number + 1 :])
@@ -92,7 +96,7 @@ def dispatch(x_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Ten
     own = rank_along(axes)
     place_TK = torch.where(_where_chosen(home_E, experts_TK, homes) == own, _where_chosen(place_E, experts_TK, homes), -1)
     rows = sort_choices(place_TK, len(homes.held[own])).rows(sum(sizes.experts))
-    return Dispatched(rows.take(x_TH), sizes.experts, weights_TK, rows, hops)
+    return Dispatched(x_TH, sizes.experts, weights_TK, rows, hops)
 
 
 def _rooted(x: torch.Tensor) -> torch.Tensor:
@@ -114,11 +118,11 @@ def rank_along(axes: Sequence[Axis]) -> int:
     return rank
 
 
-def _agree_on_sizes(experts_TK: torch.Tensor, homes: Homes, axes: Sequence[Axis]) -> Sizes:
+def _agree_on_sizes(experts_TK: torch.Tensor, homes: Homes, axes: Sequence[Axis], layer: str) -> Sizes:
     """Tells every rank how many rows will come to it by every hop; the one host read of a layer of experts.
 
     A rank tells each rank of the first axis all that concerns it: rows of this hop, of the later hops, rows of each expert. Sums of
-    these are passed on by the next hop.
+    these are passed on by the next hop. With them goes the layer: messages of two layers may have the same sizes.
     """
     if detect_fake_mode(experts_TK) is not None:
         return _even_sizes(experts_TK, homes, axes)
@@ -131,19 +135,35 @@ def _agree_on_sizes(experts_TK: torch.Tensor, homes: Homes, axes: Sequence[Axis]
         columns.append(sort_choices(_div(home_TK, inner), num_groups, once=True).counts)
     slot_TK = torch.where(home_TK < 0, -1, home_TK * homes.most_held + _where_chosen(place_E, experts_TK, homes))
     columns.append(sort_choices(slot_TK, len(homes.held) * homes.most_held).counts)
-    known = []
+    known, mark = [], zlib.crc32(layer.encode())
     for axis in axes:
-        told = torch.cat([column.view(axis.size, -1) for column in columns], 1).contiguous()
+        marks = torch.full((axis.size, 1), mark, device=experts_TK.device)
+        told = torch.cat([marks, *(column.view(axis.size, -1) for column in columns)], 1)
         heard = torch.empty_like(told)
         comm.all_to_all(heard, told, axis)
-        known += [columns[0], heard[:, 0]]
+        known += [columns[0], heard[:, 1], heard[:, 0]]
         widths = [column.numel() // axis.size for column in columns[1:]]
-        columns = list(heard[:, 1:].sum(0).split(widths))
-    lengths = [part.numel() for part in known]
-    numbers = torch.cat([*known, columns[0]]).tolist()
-    parts = [numbers[sum(lengths[:at]) : sum(lengths[: at + 1])] for at in range(len(lengths))]
-    here = len(homes.held[rank_along(axes)])
-    return Sizes(parts[0::2], parts[1::2], numbers[sum(lengths) :][:here])
+        columns = list(heard[:, 2:].sum(0).split(widths))
+    *parts, experts = _on_host([*known, columns[0]])
+    for axis, marks_heard in zip(axes, parts[2::3], strict=True):
+        _require_same_layer(marks_heard, mark, layer, axis)
+    return Sizes(parts[0::3], parts[1::3], experts[: len(homes.held[rank_along(axes)])])
+
+
+def _on_host(parts: list[torch.Tensor]) -> list[list[int]]:
+    """The numbers of several vectors by one read."""
+    numbers, lengths = torch.cat(parts).tolist(), [part.numel() for part in parts]
+    return [numbers[sum(lengths[:at]) : sum(lengths[: at + 1])] for at in range(len(lengths))]
+
+
+def _require_same_layer(marks: list[int], mark: int, layer: str, axis: Axis) -> None:
+    elsewhere = next((rank for rank, other in zip(axis.ranks, marks, strict=True) if other != mark), None)
+    if elsewhere is not None:
+        raise CommError(
+            f"rank {axis.ranks[axis.index]} runs {layer} while rank {elsewhere} runs other experts",
+            allowed="the same layers in the same order on all ranks that exchange tokens",
+            remedy="no layers that some ranks skip, or no ep",
+        )
 
 
 def _div(home_TK: torch.Tensor, inner: int) -> torch.Tensor:

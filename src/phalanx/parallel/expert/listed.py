@@ -61,13 +61,14 @@ class ListedForward:
         if experts.training:
             self.load.count(chosen)
         own = self.homes.held[rank_along(self.axes)]
-        sent = dispatch(x, chosen, torch.ones_like(chosen, dtype=x.dtype), self.homes, self.axes)
-        parts = [experts[number](rows) for number, rows in zip(own, sent.x.split(sent.sizes), strict=True) if len(rows)]
-        y = torch.cat(parts) if parts else sent.x
-        if y.shape != sent.x.shape:
-            found = f"an expert of {notes.block} makes {tuple(y.shape)} of {tuple(sent.x.shape)}"
+        sent = dispatch(x, chosen, torch.ones_like(chosen, dtype=x.dtype), self.homes, self.axes, self.load.name)
+        came = sent.rows.take(sent.x)
+        parts = [experts[number](rows) for number, rows in zip(own, came.split(sent.sizes), strict=True) if len(rows)]
+        y = torch.cat(parts) if parts else came
+        if y.shape != came.shape:
+            found = f"an expert of {notes.block} makes {tuple(y.shape)} of {tuple(came.shape)}"
             raise ShapeError(found, allowed="experts that keep the width of a token", remedy="leave ep out")
-        return Answers(notes, sent.combine(y))
+        return Answers(notes, sent.combine(sent.rows.add_up(y, sent.weights)))
 
 
 class StandIn(nn.Module):

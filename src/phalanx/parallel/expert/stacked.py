@@ -10,10 +10,11 @@ import torch
 from phalanx.anatomy.experts_seam import gates_as_usual
 from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
+from phalanx.kernels.gated_experts import gated_experts, is_faster
 from phalanx.kernels.grouped import grouped_linear
 from phalanx.kernels.silu_gate import silu_gate
 from phalanx.parallel.expert.capacity import Capacity
-from phalanx.parallel.expert.exchange import dispatch
+from phalanx.parallel.expert.exchange import Dispatched, dispatch
 from phalanx.parallel.expert.homes import Homes
 from phalanx.parallel.expert.load import Load
 
@@ -35,14 +36,22 @@ class StackedForward:
         x, weights = x_TH, weights_TK
         if self.width_axis is not None:
             x, weights = comm.copy_to(x, self.width_axis), comm.copy_to(weights, self.width_axis)
-        sent = dispatch(x, experts_TK, weights, self.homes, self.axes)
-        out_TH = sent.combine(self._compute(module, sent.x, sent.sizes))
+        sent = dispatch(x, experts_TK, weights, self.homes, self.axes, self.load.name)
+        out_TH = sent.combine(self._compute(module, sent))
         if self.width_axis is not None:
             out_TH = comm.reduce_from(out_TH, self.width_axis)
         return out_TH.to(x_TH.dtype)
 
-    def _compute(self, module: Any, x_PH: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """The experts of this rank on rows sorted by expert, by the interface that the module follows. Shapes: [P, H]."""
+    def _compute(self, module: Any, sent: Dispatched) -> torch.Tensor:
+        """The weighted sums over the experts of this rank, by the interface that the module follows. Shapes: [M, H]."""
+        is_plain = _gates_by_silu(module) and not module.has_bias and not module.has_post_expert_norm
+        if is_plain and is_faster(sent.x, sent.weights, module.gate_up_proj):
+            up, down = module.gate_up_proj, module.down_proj
+            return gated_experts(sent.x, sent.weights, sent.rows, sent.sizes, up, down, transposed=module.is_transposed)
+        return sent.rows.add_up(self._products(module, sent.rows.take(sent.x), sent.sizes), sent.weights)
+
+    def _products(self, module: Any, x_PH: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """What the experts of this rank make of rows sorted by expert. Shapes: [P, H]."""
         transposed, biased = module.is_transposed, module.has_bias
         up = "gate_up_proj" if module.has_gate else "up_proj"
         bias = getattr(module, f"{up}_bias") if biased else None
@@ -61,5 +70,8 @@ def _inside(module: Any, inner: torch.Tensor) -> torch.Tensor:
     """What an expert does between its two products: its own gate or activation, the usual gate by one operation."""
     if not module.has_gate:
         return module.act_fn(inner)
-    is_usual = gates_as_usual(module) and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
-    return silu_gate(inner) if is_usual else module._apply_gate(inner)
+    return silu_gate(inner) if _gates_by_silu(module) else module._apply_gate(inner)
+
+
+def _gates_by_silu(module: Any) -> bool:
+    return module.has_gate and gates_as_usual(module) and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
