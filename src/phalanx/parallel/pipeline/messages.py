@@ -75,3 +75,22 @@ def channels(table: Table) -> dict[Channel, tuple[list[tuple[int, Action]], list
                 kind = Kind.SEND_FORWARD if action.kind is Kind.RECV_FORWARD else Kind.SEND_BACKWARD
                 found.setdefault((kind, table.peer(rank, action), rank), ([], []))[1].append((rank, action))
     return found
+
+
+def arrivals(table: Table) -> list[dict[Action, list[Action]]]:
+    """For each rank and each of its receives, the sends that have arrived by then.
+
+    A message comes from a rank that has used, earlier in its row, what it was sent before: no further sign is needed.
+    """
+    known: list[dict[Action, list[Action]]] = [{} for _ in table.rows]
+    for rank, row in enumerate(table.rows):
+        used: dict[int, list[Action]] = {}
+        for action in row:
+            if action.kind in COMPUTE:
+                for receive in receives_before(table, rank, action):
+                    sender, send = table.origin(rank, receive)
+                    used.setdefault(sender, []).append(send)
+            elif action.kind in SENDS:
+                receiver, receive = table.partner(rank, action)
+                known[receiver][receive] = used.pop(receiver, [])
+    return known

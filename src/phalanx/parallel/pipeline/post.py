@@ -6,7 +6,7 @@ tensors of the first micro-batch of each signature; from then on receives begin 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,25 +15,34 @@ from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
 from phalanx.errors import PlanError
 from phalanx.parallel.pipeline.handed import Entry, Header
+from phalanx.parallel.pipeline.table import Action
 
 Key = tuple[int, int]  # (micro-batch, chunk)
 
 
 class Outbox:
-    """Sends in the background and keeps what was sent until it has left."""
+    """Sends in the background and keeps what was sent until it has left: as the device tells, or as a later message shows."""
 
     def __init__(self) -> None:
-        self._leaving: list[tuple[comm.Pending, torch.Tensor]] = []
+        self._leaving: list[tuple[Action, comm.Pending, torch.Tensor]] = []
 
-    def send(self, tensor: torch.Tensor, axis: Axis, peer: int) -> None:
+    def send(self, action: Action, tensor: torch.Tensor, axis: Axis, peer: int) -> None:
+        """Sends a tensor of the message that `action` sends."""
         tensor = tensor.detach().contiguous()
-        self._leaving.append((comm.send(tensor, axis, peer, wait=False), tensor))
-        while self._leaving and self._leaving[0][0].done():
-            self._leaving.pop(0)[0].wait()
+        self._leaving.append((action, comm.send(tensor, axis, peer, wait=False), tensor))
+        while self._leaving and self._leaving[0][1].done():
+            self._leaving.pop(0)[1].wait()
+
+    def forget(self, arrived: Container[Action]) -> None:
+        """Lets go of what is known to have arrived; gloo does not tell of a send whether it is over."""
+        for action, pending, _ in self._leaving:
+            if action in arrived:
+                pending.wait()
+        self._leaving = [entry for entry in self._leaving if entry[0] not in arrived]
 
     def flush(self) -> None:
         """Waits until everything has left."""
-        for pending, _ in self._leaving:
+        for _, pending, _ in self._leaving:
             pending.wait()
         self._leaving.clear()
 
@@ -44,7 +53,7 @@ class Announcements:
     def __init__(self) -> None:
         self.known: dict[Hashable, Header] = {}
 
-    def announce(self, signature: Hashable, header: Header, outbox: Outbox, axis: Axis, peer: int) -> None:
+    def announce(self, action: Action, signature: Hashable, header: Header, outbox: Outbox, axis: Axis, peer: int) -> None:
         """Sends the header where the signature is new.
 
         Raises: PlanError where equal inputs led to other shapes than before: the receiver expects those.
@@ -53,8 +62,8 @@ class Announcements:
         if known is None:
             self.known[signature] = header
             data = torch.frombuffer(bytearray(header.dumps()), dtype=torch.uint8)
-            outbox.send(torch.tensor([len(data)]), axis, peer)
-            outbox.send(data, axis, peer)
+            outbox.send(action, torch.tensor([len(data)]), axis, peer)
+            outbox.send(action, data, axis, peer)
         elif known.entries != header.entries:
             shapes = [[tuple(entry.shape) for entry in one.entries] for one in (known, header)]
             raise PlanError(

@@ -18,7 +18,7 @@ from phalanx.parallel.pipeline.cut import Cut
 from phalanx.parallel.pipeline.gates import Gates, Handover, Visit
 from phalanx.parallel.pipeline.halves import Halves
 from phalanx.parallel.pipeline.handed import Entry, Handed, signature
-from phalanx.parallel.pipeline.messages import add_messages
+from phalanx.parallel.pipeline.messages import add_messages, arrivals
 from phalanx.parallel.pipeline.post import Announcements, Inbox, Key, Outbox
 from phalanx.parallel.pipeline.simulate import Span
 from phalanx.parallel.pipeline.table import COMPUTE, Action, Kind, Table
@@ -93,6 +93,7 @@ class Runner:
         self.axis, self.channels, self.device, self.splits, self.hooks = axis, channels, device, splits, hooks or Hooks()
         self.rank = axis.index
         self.forwards = _forwards_of(table)
+        self.arrivals = arrivals(table)[axis.index]
         self.chosen: dict[tuple, frozenset[int]] = {}
         self.sent: dict[int, Announcements] = {}
         self.heard: dict[int, Announcements] = {}
@@ -250,7 +251,7 @@ class Runner:
         here = self.flights.get(key)
         if here is not None:  # handed on by the chunk before, on this rank
             return here.received
-        tensors = self._inbox(Action(Kind.RECV_FORWARD, *key)).take(key)
+        tensors = self._take(Action(Kind.RECV_FORWARD, *key))
         header = self.heard[stage].known[self._signature(key)]
         return self._as_received(Handed(header, tensors))
 
@@ -264,9 +265,9 @@ class Runner:
         assert flight.handed is not None
         axis, peer = self._channel(action), self.running.peer(self.rank, action)
         told = self.sent.setdefault(stage, Announcements())
-        told.announce(self._signature(key), flight.handed.header, self.outbox, axis, peer)
+        told.announce(action, self._signature(key), flight.handed.header, self.outbox, axis, peer)
         for tensor in flight.handed.tensors:
-            self.outbox.send(tensor, axis, peer)
+            self.outbox.send(action, tensor, axis, peer)
         flight.handed = Handed(flight.handed.header, [])  # only the graph still needs what it keeps
         if not torch.is_grad_enabled():
             del self.flights[key]
@@ -277,7 +278,7 @@ class Runner:
         flight = self.flights[key]
         gradients = flight.gradients
         if gradients is None:
-            gradients = self._inbox(Action(Kind.RECV_BACKWARD, *key)).take(key) if flight.roots else []
+            gradients = self._take(Action(Kind.RECV_BACKWARD, *key)) if flight.roots else []
         inputs = flight.received.learning if flight.received is not None else []
         self._begin()
         if kind is Kind.INPUT and self.splits:
@@ -306,7 +307,7 @@ class Runner:
         flight = self.flights[key]
         axis, peer = self._channel(action), self.running.peer(self.rank, action)
         for gradient in self._input_gradients(flight):
-            self.outbox.send(gradient, axis, peer)
+            self.outbox.send(action, gradient, axis, peer)
         if flight.halves is None:
             del self.flights[key]
 
@@ -338,6 +339,12 @@ class Runner:
         is_sent = action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
         rises = (self.rank < peer) == is_sent
         return self.channels[f"{'activations' if forward else 'gradients'} {'up' if rises else 'down'}"]
+
+    def _take(self, receive: Action) -> list[torch.Tensor]:
+        """What a receive was for; it shows as well which of this rank's sends have arrived."""
+        tensors = self._inbox(receive).take((receive.micro, receive.chunk))
+        self.outbox.forget(self.arrivals.get(receive, ()))
+        return tensors
 
     def _inbox(self, action: Action) -> Inbox:
         peer = self.running.peer(self.rank, action)

@@ -102,6 +102,12 @@ class Table:
         other, chunk = self.home(stage + (1 if action.kind is Kind.SEND_FORWARD else -1))
         return other, Action(SENDS[action.kind], action.micro, chunk)
 
+    def origin(self, rank: int, action: Action) -> tuple[int, Action]:
+        """The send whose message a receive takes, as (rank, action): the inverse of `partner`."""
+        forward = action.kind is Kind.RECV_FORWARD
+        other, chunk = self.home(self.stage(rank, action.chunk) + (-1 if forward else 1))
+        return other, Action(Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD, action.micro, chunk)
+
     def with_rows(self, rows: list[list[Action]]) -> Table:
         return replace(self, rows=tuple(tuple(row) for row in rows))
 
