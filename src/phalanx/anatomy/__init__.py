@@ -13,7 +13,7 @@ from phalanx.anatomy.own_loss import OwnLoss, own_loss
 from phalanx.anatomy.positions import length_dependent_positions, own_positions
 from phalanx.anatomy.proof import Proved
 from phalanx.anatomy.reading import Anatomy, read_anatomy
-from phalanx.anatomy.specimen import Unrunnable, call_with, is_linear, is_transposed, stacks_of
+from phalanx.anatomy.specimen import Unrunnable, call_with, guess_call, is_linear, is_transposed, stacks_of
 from phalanx.anatomy.split import Split, num_features
 from phalanx.anatomy.stacks import execution_blocks, layer_stacks
 from phalanx.anatomy.stream import StreamReading, read_stream
@@ -35,6 +35,7 @@ __all__ = [
     "Unrunnable",
     "call_with",
     "execution_blocks",
+    "guess_call",
     "is_batch_dependent",
     "is_linear",
     "is_transposed",

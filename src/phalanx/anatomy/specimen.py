@@ -175,6 +175,9 @@ def guess_call(model: nn.Module) -> Call:
     inputs = _inputs_for(model)
     if inputs is None:
         raise Unrunnable("its inputs cannot be guessed")
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float64)
+    if isinstance(inputs, dict):
+        inputs = {key: value.to(dtype) if _is_floating(value) else value for key, value in inputs.items()}
     return lambda copy_of_model: copy_of_model(**inputs) if isinstance(inputs, dict) else copy_of_model(inputs)
 
 
@@ -238,6 +241,10 @@ def _inputs_from_config(model: nn.Module, config: Any, tokens: torch.Tensor | No
     if "use_cache" in accepted or any(item.kind is item.VAR_KEYWORD for item in accepted.values()):
         inputs["use_cache"] = False
     return {key: value for key, value in inputs.items() if key in accepted or "kwargs" in accepted}
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _tokens(model: nn.Module) -> torch.Tensor | None:

@@ -19,7 +19,7 @@ from phalanx.booster.optimizer import BoostedOptimizer, BoostedScheduler
 from phalanx.booster.passes import PASSES, Context
 from phalanx.booster.result import Result
 from phalanx.booster.sequences import SplitSequences, num_key_heads
-from phalanx.booster.stages import Stages
+from phalanx.booster.stages import Stages, forward_to_watch
 from phalanx.booster.start import StartState
 from phalanx.booster.tiers import tier_sizes
 from phalanx.booster.training import Training, to_device
@@ -35,7 +35,6 @@ from phalanx.optim.elementwise import elementwise_state
 from phalanx.optim.scale import LossScale
 from phalanx.parallel.expert.load import LayerLoad
 from phalanx.parallel.expert.routing import Routing
-from phalanx.parallel.pipeline.sample import watchable_forward
 from phalanx.parallel.pipeline.trace import to_record
 from phalanx.parallel.sequence import Grid
 from phalanx.plan import Plan
@@ -107,7 +106,7 @@ class Booster:
         objective = Objective(model, criterion, self.forward, self.count, is_cut=is_cut, share=context.share)
         start = StartState(model, self.mesh.world, self.world.device)
         if self.plan.pp > 1:
-            watchable = watchable_forward(model, dataloader, lambda batch: objective(model, batch))
+            watchable = forward_to_watch(model, context.example, objective)
             context.stages = Stages(model, self.plan, self.mesh, self.world.device, context.share, watchable, self.stage_sizes)
         for run in PASSES:
             model = run(model, context)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from phalanx.anatomy import layer_stacks
+from phalanx.anatomy import Unrunnable, guess_call, layer_stacks
 from phalanx.cluster.mesh import Axis, Mesh, make_axis
 from phalanx.cluster.placement import Placements
 from phalanx.cluster.random import SplitDraws
@@ -161,6 +161,17 @@ def stages_by_registration(model: nn.Module, cut: Cut) -> Iterator[tuple[nn.Modu
     for module in model.modules():
         here = number.get(module, here)
         yield module, bisect_right(cut.starts, here) - 1
+
+
+def forward_to_watch(model: nn.Module, example: Any, objective: Callable[[nn.Module, Any], Any]) -> Callable[[], Any] | None:
+    """A forward that shows which stage reads which parameter: on rows of the loader where it shows them, else on made-up inputs."""
+    if example is not None:
+        return lambda: objective(model, example)
+    try:
+        call = guess_call(model)
+    except Unrunnable:
+        return None
+    return lambda: call(model)
 
 
 def _places(model: nn.Module, blocks: tuple, run: Callable[[], Any] | None) -> Places:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 
+from phalanx.anatomy.parameter_reads import ParameterReads
 from phalanx.errors import PlanError
 
 Blocks = Sequence[tuple[str, nn.Module]]
@@ -96,11 +96,11 @@ def _standing_in(model: nn.Module, known: dict[int, int]) -> Iterator[None]:
             table[name] = tensor
 
 
-class _Watch(TorchFunctionMode):
+class _Watch(ParameterReads):
     """Notes the block that runs, or ran last, whenever an operation or a module without children reads a parameter."""
 
     def __init__(self, model: nn.Module, blocks: Blocks):
-        super().__init__()
+        super().__init__(self._note)
         self.known = {id(parameter): id(parameter) for parameter in model.parameters()}
         self.places: Places = {}
         self.order: list[int] = []
@@ -120,23 +120,6 @@ class _Watch(TorchFunctionMode):
         for parameter in module._parameters.values():
             self._note(parameter)
 
-    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(function, "__name__", "") not in QUESTIONS:
-            for value in (*args, *kwargs.values()):
-                self._look_at(value)
-        return function(*args, **kwargs)
-
-    def _look_at(self, value: Any) -> None:
-        if isinstance(value, nn.Parameter):
-            self._note(value)
-        elif isinstance(value, (tuple, list)):
-            for item in value:
-                self._look_at(item)
-        elif isinstance(value, Mapping):
-            for item in value.values():
-                self._look_at(item)
-
     def _note(self, parameter: nn.Parameter | None) -> None:
         if parameter is not None and id(parameter) in self.known:
             self.places.setdefault(self.known[id(parameter)], set()).add(self.here)
@@ -144,9 +127,3 @@ class _Watch(TorchFunctionMode):
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
-
-
-# Asking these of a parameter reads no value of it.
-QUESTIONS = frozenset(
-    {"__get__", "__set__", "size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "requires_grad_", "__hash__"}
-)
