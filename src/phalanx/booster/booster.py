@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -118,7 +118,7 @@ class Booster:
             objective,
             runner=context.stages.runner(objective, engine) if context.stages is not None else None,
             runs=context.stages.runs if context.stages is not None else lambda module: True,
-            whole=context.stages.whole if context.stages is not None else nullcontext,
+            whole=lambda: context.whole(engine),
             world=self.mesh.world,
             counts_loss=context.counts_loss,
             cut=context.roles.rows,
@@ -206,7 +206,7 @@ class Booster:
         """Generation runs on whole parameters: ranks may then run different numbers of passes."""
         generate, engine = getattr(training.model, "generate", None), training.engine
         alone = engine.tiers is not None and engine.axes.shards.size == 1  # units come and go as the one rank asks for them
-        if generate is None or alone or not (engine.policy.parameter or self.plan.pp > 1):
+        if generate is None or alone or not (engine.policy.parameter or self.plan.pp > 1 or self.plan.ep > 1):
             return
 
         def gathered_generate(*args: Any, **kwargs: Any) -> Any:

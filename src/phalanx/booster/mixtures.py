@@ -11,9 +11,11 @@ from phalanx.anatomy.expert_lists import ExpertList
 from phalanx.cluster import launch
 from phalanx.cluster.mesh import Axis
 from phalanx.errors import PlanError
+from phalanx.memory.partition import find_slots
 from phalanx.parallel.expert.apply import refuse_without_experts, spread_experts
 from phalanx.parallel.expert.axes import ExpertAxes
 from phalanx.parallel.expert.layers import ExpertLayer, correction_biases, find_layers
+from phalanx.parallel.expert.lending import Lending
 from phalanx.parallel.expert.losses import BalanceLoss, add_losses, balance_is_cut, is_the_usual_loss, refusing
 from phalanx.parallel.expert.mixture import Mixture
 
@@ -53,7 +55,8 @@ def place_experts(model: nn.Module, context: Context) -> nn.Module:
     _refuse_mismatch(layers, context)
     fewest = min(layer.num_experts for layer in layers)
     axes = ExpertAxes.of(mesh, plan.ep, by_sequence=plan.sp, fewest=fewest, local_size=launch.world().local_size)
-    spread_experts(layers, axes, context.placements, routing)
+    context.lending = Lending({owner: slot.name for slot in find_slots(model) for owner in slot.owners})
+    spread_experts(layers, axes, context.placements, routing, context.lending)
     sequence = _sequence_axis(context)
     add_losses(layers, routing, context.share, [axis for axis in (mesh.axis("cp"), sequence) if axis is not None], sequence)
     context.mixture = Mixture(

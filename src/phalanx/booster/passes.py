@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,9 @@ from phalanx.cluster.placement import Placements
 from phalanx.cluster.random import SplitDraws, Streams
 from phalanx.errors import PlanError
 from phalanx.kernels.cross_entropy import causal_loss
+from phalanx.memory import StateEngine
 from phalanx.parallel import recompute
+from phalanx.parallel.expert.lending import Lending
 from phalanx.parallel.expert.mixture import Mixture
 from phalanx.parallel.expert.routing import Routing
 from phalanx.parallel.expert.share import PassShare
@@ -34,7 +36,8 @@ class Context:
     """What a pass may need to know, and where it says what it did.
 
     `placements` takes the boxes of the parameters that a pass cuts; `loss_copies` are the axes whose ranks compute the same loss.
-    `share` is what the running pass counts for, `mixture` the experts of the model, if it has any.
+    `share` is what the running pass counts for, `mixture` the experts of the model, if it has any, and
+    `lending` brings divided ones together.
     `example` is a batch and `forward` what is called with it, where a person gave them. `causal_loss` is the next-token loss that the
     model gets in place of its own; inside `loss_alone()` nothing but the loss of a model's output is read.
     """
@@ -50,6 +53,7 @@ class Context:
     routing: Routing = field(default_factory=Routing)
     share: PassShare = field(default_factory=PassShare)
     mixture: Mixture | None = None
+    lending: Lending | None = None
     stages: Stages | None = None
     draws: SplitDraws | None = None
     example: Any = None
@@ -72,6 +76,16 @@ class Context:
         rows = () if self.roles.rows.size == 1 else (f"rows {self.roles.rows.index}",)
         stage = () if self.stages is None or self.stages.current == 0 else (f"stage {self.stages.current}",)
         return (str(self.mesh.axis("dp", "cp").index), *rows, *stage)
+
+    @contextmanager
+    def whole(self, engine: StateEngine) -> Iterator[None]:
+        """What other ranks hold of the layers, on every rank while inside: stages of a pipeline, and experts. Collective."""
+        with ExitStack() as stack:
+            if self.stages is not None:
+                stack.enter_context(self.stages.whole())
+            if self.lending is not None:
+                stack.enter_context(self.lending.everything(engine.full_masters))
+            yield
 
     @property
     def counts_loss(self) -> bool:

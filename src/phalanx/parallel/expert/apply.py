@@ -17,6 +17,7 @@ from phalanx.parallel.expert.axes import ExpertAxes
 from phalanx.parallel.expert.capacity import Capacity
 from phalanx.parallel.expert.homes import Homes, by_load
 from phalanx.parallel.expert.layers import ExpertLayer
+from phalanx.parallel.expert.lending import Lending
 from phalanx.parallel.expert.listed import ListedForward
 from phalanx.parallel.expert.load import Load
 from phalanx.parallel.expert.routing import Routing
@@ -24,15 +25,15 @@ from phalanx.parallel.expert.stacked import StackedForward
 from phalanx.plan.file import unknown_key
 
 
-def spread_experts(layers: Sequence[ExpertLayer], axes: ExpertAxes, placements: Placements, routing: Routing) -> None:
-    """Divides the experts of every layer among the ranks.
+def spread_experts(layers: Sequence[ExpertLayer], axes: ExpertAxes, placements: Placements, routing: Routing, lending: Lending) -> None:
+    """Divides the experts of every layer among the ranks, and notes in `lending` how they come together again.
 
     Raises: PlanError for more ranks than experts, and for bounds on the choices of experts that a block calls itself; ConfigError for
     loads of layers that are not there.
     """
     for name in routing.loads or ():
-        if name not in (names := [layer.name for layer in layers]):
-            raise unknown_key(name, names, "Routing(loads=...)")
+        if name not in (known := [layer.name for layer in layers]):
+            raise unknown_key(name, known, "Routing(loads=...)")
     for layer in layers:
         if axes.size > layer.num_experts:
             raise PlanError(
@@ -42,11 +43,11 @@ def spread_experts(layers: Sequence[ExpertLayer], axes: ExpertAxes, placements: 
             )
         homes = _homes(layer, axes.size, routing)
         if isinstance(layer.found, StackedExperts):
-            _spread_stacked(layer.found, layer.load, homes, axes, placements, routing)
+            _spread_stacked(layer.found, layer.load, homes, axes, placements, routing, lending)
         elif routing.capacity is not None:
             raise PlanError(f"a capacity for {layer.name}, which calls its experts itself", allowed="stacked experts of transformers")
         elif axes.is_divided:
-            _spread_list(layer.found, layer.load, homes, axes, placements)
+            _spread_list(layer.found, layer.load, homes, axes, placements, lending)
 
 
 def _homes(layer: ExpertLayer, size: int, routing: Routing) -> Homes:
@@ -58,15 +59,22 @@ def _homes(layer: ExpertLayer, size: int, routing: Routing) -> Homes:
     return by_load(loads, size)
 
 
-def _spread_stacked(experts: StackedExperts, load: Load, homes: Homes, axes: ExpertAxes, placements: Placements, routing: Routing) -> None:
+def _spread_stacked(
+    experts: StackedExperts, load: Load, homes: Homes, axes: ExpertAxes, placements: Placements, routing: Routing, lending: Lending
+) -> None:
     capacity = None if routing.capacity is None else Capacity(routing.capacity)
     if not axes.is_divided and capacity is None:
         return
     # What follows the second product is applied to whole sums only.
     splits_width = axes.width is not None and not experts.module.has_post_expert_norm
     for parameter in experts.parameters() if axes.is_divided else ():
-        placements.declare(experts.module, parameter.name, _placement(experts, parameter, homes, axes, splits_width))
-    replace_forward(experts.module, StackedForward(homes, axes.hops, load, axes.width if splits_width else None, capacity))
+        placement = _placement(experts, parameter, homes, axes, splits_width)
+        placements.declare(experts.module, parameter.name, placement)
+        shape, (_, *inside) = placement.layout.shape, placement.layout.box
+        lending.add(experts.module, parameter.name, Layout.of_box(shape, [[(0, shape[0])], *inside]))
+    forward = StackedForward(homes, axes.hops, load, axes.width if splits_width else None, capacity)
+    lending.forwards.append(forward)
+    replace_forward(experts.module, forward)
 
 
 def _placement(experts: StackedExperts, parameter: StackedParameter, homes: Homes, axes: ExpertAxes, splits_width: bool) -> Placement:
@@ -89,7 +97,7 @@ def _width_ranges(size: int, num_blocks: int, width: int, axis: Axis) -> list[Ra
     return [(number * block + start * unit, number * block + stop * unit) for number in range(num_blocks)]
 
 
-def _spread_list(experts: ExpertList, load: Load, homes: Homes, axes: ExpertAxes, placements: Placements) -> None:
+def _spread_list(experts: ExpertList, load: Load, homes: Homes, axes: ExpertAxes, placements: Placements, lending: Lending) -> None:
     """Experts of a list are held by one rank each, as whole as the passes before have left them; others hold nothing of them.
 
     A weight that experts of several ranks share is held by all: each adds what its experts make of its gradient.
@@ -105,7 +113,10 @@ def _spread_list(experts: ExpertList, load: Load, homes: Homes, axes: ExpertAxes
                 layout = cut.layout if cut is not None else Layout.whole(parameter.shape)
                 placed = axes.place(layout if is_here else _nothing(parameter.shape))
                 placements.declare(module, attribute, placed if cut is None else replace(cut, layout=placed.layout, data=placed.data))
-    replace_forward(experts.block, ListedForward(experts.block.forward, experts.attribute, homes, axes.hops, load))
+                lending.add(module, attribute, layout)
+    forward = ListedForward(experts.block.forward, experts.attribute, homes, axes.hops, load)
+    lending.forwards.append(forward)
+    replace_forward(experts.block, forward)
 
 
 def _shared_between_homes(experts: ExpertList, homes: Homes) -> set[int]:

@@ -30,8 +30,11 @@ class ListedForward:
 
     def __init__(self, own_forward: Callable[..., Any], attribute: str, homes: Homes, axes: Sequence[Axis], load: Load):
         self.own_forward, self.attribute, self.homes, self.axes, self.load = own_forward, attribute, homes, tuple(axes), load
+        self.has_all = False
 
     def __call__(self, block: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        if self.has_all:
+            return self.own_forward(*arguments, **keywords)
         tokens = next((value for value in (*arguments, *keywords.values()) if isinstance(value, torch.Tensor)), None)
         if tokens is None:
             raise ConfigError(f"{type(block).__name__} was called without a tensor", allowed="tokens as the first tensor")

@@ -29,6 +29,7 @@ class StackedForward:
     def __init__(self, homes: Homes, axes: Sequence[Axis], load: Load, width_axis: Axis | None = None, capacity: Capacity | None = None):
         self.homes, self.axes, self.load, self.capacity = homes, tuple(axes), load, capacity
         self.width_axis = width_axis if width_axis is not None and width_axis.size > 1 else None
+        self.has_all, self.all_here = False, Homes.even(homes.num_experts, 1)
 
     def __call__(self, module: Any, x_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         if self.capacity is not None and module.training:
@@ -36,7 +37,8 @@ class StackedForward:
         x, weights = x_TH, weights_TK
         if self.width_axis is not None:
             x, weights = comm.copy_to(x, self.width_axis), comm.copy_to(weights, self.width_axis)
-        sent = dispatch(x, experts_TK, weights, self.homes, self.axes, self.load.name)
+        homes, axes = (self.all_here, ()) if self.has_all else (self.homes, self.axes)
+        sent = dispatch(x, experts_TK, weights, homes, axes, self.load.name)
         out_TH = sent.combine(self._compute(module, sent))
         if self.width_axis is not None:
             out_TH = comm.reduce_from(out_TH, self.width_axis)
