@@ -8,7 +8,7 @@ from torch import nn
 from phalanx.checkpoint.export import read_safetensors
 from phalanx.data import take_rows
 from phalanx.layout import split_range
-from phalanx.testing import run_ranks
+from phalanx.testing import RankError, run_ranks
 
 
 class Marked(Block):
@@ -71,3 +71,37 @@ def test_buffers_are_those_of_the_ranks_that_run_their_module(tmp_path, plan, wo
             for name, tensor in expected.items():
                 assert torch.allclose(full[name], tensor, rtol=1e-9, atol=1e-9), name
     assert all(tensor.abs().sum() > 0 for name, tensor in expected.items() if "seen" in name)
+
+
+class Counting(Block):
+    """A block that counts how often it runs, or averages what it saw."""
+
+    def __init__(self, averages):
+        super().__init__()
+        self.averages = averages
+        self.register_buffer("tally", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        if self.training:
+            self.tally = 0.9 * self.tally + x.detach().mean() if self.averages else self.tally + 1
+        return super().forward(x)
+
+
+def count_in_stages(plan, averages):
+    torch.manual_seed(0)
+    model = Decoder()
+    model.blocks = nn.ModuleList(Counting(averages) for _ in range(4))
+    booster, model, _ = boost(plan, model.double(), adam(model), criterion)
+    steps(booster, range(2))
+    return {name: float(tensor) for name, tensor in booster.full_state_dict().items() if "tally" in name}
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_buffers_that_depend_on_the_micro_batches_are_refused_in_stages(averages):
+    with pytest.raises(RankError, match=r"blocks\.[0-3]\.tally' is changed by every forward.*Try: micro1"):
+        run_ranks(count_in_stages, 2, "pp2", averages)
+
+
+def test_a_step_of_one_micro_batch_counts_as_one_process_does():
+    for found in run_ranks(count_in_stages, 2, "pp2+micro1", False):
+        assert list(found.values()) == [2.0] * 4

@@ -70,11 +70,23 @@ def places_by_running(model: nn.Module, blocks: Blocks, run: Callable[[], Any]) 
 def _watched(model: nn.Module, blocks: Blocks, run: Callable[[], Any], mode: AbstractContextManager) -> _Watch:
     watch = _Watch(model, blocks)
     try:
-        with torch.no_grad(), mode, _standing_in(model, watch.known), watch:
+        with torch.no_grad(), mode, _keeping_buffers(model), _standing_in(model, watch.known), watch:
             run()
     finally:
         watch.remove()
     return watch
+
+
+@contextmanager
+def _keeping_buffers(model: nn.Module) -> Iterator[None]:
+    """Whatever a forward registers in their place, the model has its own buffers again afterwards."""
+    before = [(module._buffers, dict(module._buffers)) for module in model.modules() if module._buffers]
+    try:
+        yield
+    finally:
+        for table, own in before:
+            table.clear()
+            table.update(own)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from phalanx.cluster.mesh import Axis
 from phalanx.errors import PlanError
+from phalanx.parallel.pipeline.buffers import BufferWatch
 from phalanx.parallel.pipeline.cut import Cut
 from phalanx.parallel.pipeline.gates import Gates, Handover, Visit
 from phalanx.parallel.pipeline.halves import Halves
@@ -100,6 +101,8 @@ class Runner:
         self.spans: list[Span] | None = None  # a list where times are to be recorded
         self.begun = 0.0
         self.state_kinds: set[Kind] = set()
+        self.num_steps = 0
+        self.around: Callable[[int], AbstractContextManager[None]] = _unwatched
         self.outbox = Outbox()
         self._forget()
 
@@ -123,7 +126,12 @@ class Runner:
         Gradients are those of the sum times `scale`. Of several passes over one state the first `opens` it, and the last `closes` it.
         """
         self.state_kinds = ({Kind.UNSHARD} if opens else set()) | ({Kind.REDUCE, Kind.RESHARD} if closes else set())
-        return self._run(self.table, micro_batches, scale)
+        if opens and self.num_steps == 0:
+            self.around = BufferWatch(self.model).around
+        result = self._run(self.table, micro_batches, scale)
+        if closes:
+            self.num_steps, self.around = self.num_steps + 1, _unwatched
+        return result
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,6 +217,7 @@ class Runner:
         """Runs the model's own forward for one stage: what it hands on, or (sum of losses, count) of the last one."""
         try:
             with (
+                self.around(visit.stage),
                 self.gates.visiting(visit, self.model.parameters),
                 self.hooks.forward(visit.stage, micro.weight),
                 place as rows,
@@ -367,6 +376,10 @@ class Runner:
     def _expected_backward(self, key: Key, must: bool) -> Sequence[Entry] | None:
         flight = self.flights.get(key)
         return None if flight is None or flight.handed is None else flight.handed.header.learning
+
+
+def _unwatched(stage: int) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def make_single(table: Table) -> Table:
