@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.plan import Plan
 from phalanx.verify import verify_named
 
 USER_FILE = Path(__file__).with_name("tensor_programs.py")
@@ -71,6 +72,22 @@ def test_beside_other_terms(model, plan):
 @pytest.mark.parametrize("plan", ["tp2+ring2", "tp2+ulysses2", "tp2+sp+ring2", "tp2+pp2", "tp2+bf16"])
 def test_beside_other_ways_to_cut(plan):
     check("tiny-llama", plan, 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "terms", "world"),
+    [
+        ("tiny-gpt2", {"zero": 3}, 4),
+        pytest.param("tiny-t5", {}, 2, marks=pytest.mark.slow),
+        pytest.param("tiny-llama", {"recompute": "selective"}, 2, marks=pytest.mark.slow),
+        pytest.param("tiny-llama", {"pp": 2, "schedule": "zb-h1"}, 4, marks=pytest.mark.slow),
+        pytest.param("heads_6_2", {"tp": 4}, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_inputs_that_are_gathered_again(model, terms, world, tmp_path):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(Plan.from_table({"tp": 2, "sp": True, "tp_keep": False, **terms}).to_toml())
+    check(model, str(plan), world)
 
 
 @pytest.mark.parametrize("clip_norm", [0.1, 1e-7])

@@ -8,8 +8,11 @@ from torch import nn
 
 from phalanx.booster import Booster
 from phalanx.cluster.ledger import ledger
+from phalanx.data import take_rows
+from phalanx.layout import split_range
 from phalanx.plan import Plan
 from phalanx.testing import run_ranks
+from phalanx.train.memory import TensorCount
 
 ROWS, LENGTH, HIDDEN, HEADS = 4, 6, 32, 8
 GRIDS = [("2d", 4), ("2.5d", 8), ("3d", 8)]
@@ -72,6 +75,31 @@ def _held(kind: str, world: int) -> tuple[int, int]:
     matrices = [(module, module.weight.numel()) for name, module in model.named_modules() if type(module).__name__ == "Conv1D"]
     booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return sum(module.weight.numel() for module, _ in matrices), sum(size for _, size in matrices)
+
+
+def _held_between(kind: str, world: int, options: dict[str, bool]) -> float:
+    """The bytes that a layer of this rank holds between its forward and its backward."""
+    held = []
+    for num_layers in (3, 2):
+        booster = Booster(plan_of(kind, world, **options) if world > 1 else "zero0")
+        booster.boost(model_of(num_layers))
+        training = booster.trainings[0]
+        booster.forward_backward(batch())
+        rows = batch() if training.cut is None else take_rows(batch(), *split_range(ROWS, training.cut.size, training.cut.index), ROWS)
+        with TensorCount() as count:
+            loss, _ = training.objective(training.model, rows)
+            held.append(count.now - count.kept)
+            del loss
+    return held[0] - held[1]
+
+
+@pytest.mark.parametrize(("kind", "world"), GRIDS)
+def test_a_rank_holds_its_part_of_the_activations(kind, world):
+    """1/P of what one process holds, within the few numbers that norms keep of each row; with `tp_keep` what is gathered as well."""
+    whole = run_ranks(_held_between, 1, kind, 1, {})[0]
+    part, kept = (max(run_ranks(_held_between, world, kind, world, options)) for options in ({}, {"tp_keep": True}))
+    assert 0.9 < part * world / whole < 1.1
+    assert kept > 1.5 * part
 
 
 @pytest.mark.parametrize(("kind", "world"), GRIDS)

@@ -12,9 +12,10 @@ from phalanx.cluster import comm
 from phalanx.cluster.ledger import ledger
 from phalanx.cluster.mesh import Axis, Mesh
 from phalanx.layout import Range, split_range
+from phalanx.parallel.tensor.entered import Entered, enter
 from phalanx.parallel.tensor.grid import Grid, Product
 from phalanx.parallel.tensor.split_norm import scaled_to_one, standardised
-from phalanx.parallel.tensor.summa import Entered, enter, leave, product
+from phalanx.parallel.tensor.summa import leave, product
 from phalanx.testing import run_ranks
 
 TOLERANCE = 1e-9
@@ -156,7 +157,7 @@ def on_grid(kind: str, side: int, sizes: Sizes, norms: str, options: dict[str, b
         "": lambda x: x,
     }[norms]
     multiply = lambda name, entered: _multiply(grid, how[name], entered, w[name])  # noqa: E731
-    enter_for = lambda name, x: enter(x, how[name].enter, how[name].sizes)  # noqa: E731
+    enter_for = lambda name, x: enter(x, how[name].enter, how[name].sizes, keep=grid.keep)  # noqa: E731
     with ledger.record() as sent:
         entered = enter_for("q", norm(x))
         mixed = attend(multiply("q", entered), multiply("kv", entered) + w["kv_bias"], sizes.width)

@@ -19,12 +19,14 @@ Key = int | str
 class Entry:
     """The module whose code sees the activations before its columns do, and its arguments: places or keywords.
 
-    `stream` is the argument from the residual stream, `beside` one from another stack, None where there is none.
+    `stream` is the argument from the residual stream, `beside` one from another stack, None where there is none. `hands_on` says that
+    the columns take in these themselves, and nothing that was made of them.
     """
 
     module: str
     stream: Key | None = None
     beside: Key | None = None
+    hands_on: bool = True
 
 
 def find_entries(specimen: Specimen, groups: list[Group]) -> dict[tuple[str, ...], Entry]:
@@ -44,8 +46,10 @@ def find_entries(specimen: Specimen, groups: list[Group]) -> dict[tuple[str, ...
     def look(group: Group, column: str) -> Callable:
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
             entry = found[group.rows]
-            key = _key_of(args[0] if args else next(iter(kwargs.values())), given.get(entry.module, {}))
+            x, arguments = args[0] if args else next(iter(kwargs.values())), given.get(entry.module, {})
+            key = _key_of(x, arguments)
             if key is not None:
+                entry = replace(entry, hands_on=entry.hands_on and arguments[key] is x)
                 found[group.rows] = replace(entry, beside=key) if column in group.beside else replace(entry, stream=key)
 
         return hook

@@ -61,12 +61,12 @@ def split(model: nn.Module, context: Context) -> None:
 def _kind(context: Context, place: Place, joining: Container[nn.Module], draws: SplitDraws | None) -> OneDimensional | OnGrid:
     plan, mesh = context.plan, context.mesh
     if plan.tp_kind == "1d":
-        return OneDimensional(mesh.axis("tp"), place, by_sequence=plan.sp, draws=draws)
+        return OneDimensional(mesh.axis("tp"), place, by_sequence=plan.sp, keep=plan.keeps_gathered, draws=draws)
     if plan.tp_kind == "3d":
-        grid = grid_3d(mesh, keep=plan.tp_keep)
+        grid = grid_3d(mesh, keep=plan.keeps_gathered)
     else:
         square = grid_2d if plan.tp_kind == "2d" else grid_25d
-        grid = square(mesh, keep=plan.tp_keep, outputs_move=plan.tp_outputs_move)
+        grid = square(mesh, keep=plan.keeps_gathered, outputs_move=plan.tp_outputs_move)
     return OnGrid(grid, place, f"tp:{plan.tp_kind}", joining, draws)
 
 

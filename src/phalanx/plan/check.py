@@ -68,9 +68,10 @@ def _tensor(plan: PlanFields) -> Iterator[PlanError]:
         yield PlanError(
             f"sp with tp:{plan.tp_kind}, which splits activations itself", allowed="sp with 1D tensor parallelism", remedy=f"tp{plan.tp}+sp"
         )
-    for name, kinds in (("tp_keep", ("2d", "2.5d", "3d")), ("tp_outputs_move", ("2d", "2.5d"))):
-        if getattr(plan, name) and plan.tp_kind not in kinds:
-            yield PlanError(f"{name} with tp:{plan.tp_kind}", allowed=f"tp on a grid ({', '.join(kinds)})", remedy=f"leave {name} out")
+    if plan.tp_keep is False and not plan.sp:  # on grids it is None then: they gather again of themselves
+        yield PlanError("tp_keep = false without sp", allowed="sp, or a grid: nothing else is gathered", remedy="leave tp_keep out")
+    if plan.tp_outputs_move and plan.tp_kind not in ("2d", "2.5d"):
+        yield PlanError(f"tp_outputs_move with tp:{plan.tp_kind}", allowed="tp on a grid (2d, 2.5d)", remedy="leave tp_outputs_move out")
     power = 3 if plan.tp_kind == "3d" else 2
     if plan.tp_kind == "1d" or _is_power(plan.tp, plan.tp_depth, power):
         return

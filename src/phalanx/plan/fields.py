@@ -17,7 +17,7 @@ TENSOR_KINDS = ("1d", "2d", "2.5d", "3d")
 PLACEMENTS = ("auto", "static", "device", "host")
 _COUNTS = ("pp", "cp", "tp", "tp_depth", "ep", "acc", "interleaved")
 _OPTIONAL_COUNTS = ("dp", "ulysses", "ring", "micro", "zero_group")
-_SWITCHES = ("sp", "tp_keep", "tp_outputs_move", "pp_keep", "offload", "gemini", "fsdp")
+_SWITCHES = ("sp", "tp_outputs_move", "pp_keep", "offload", "gemini", "fsdp")
 _CHOICES: dict[str, tuple[object, ...]] = {
     "tp_kind": TENSOR_KINDS,
     "zero": (0, 1, 2, 3),
@@ -56,10 +56,11 @@ class PlanFields:
 
     `dp` None takes what the world leaves, `micro` None is twice `pp`. `ulysses` and `ring` are None together: `cp` alone is named.
     `offload` keeps the optimizer's state in host memory. `recompute` is None, "full", "selective" or the fraction of layers.
-    `interleaved` is the number of chunks that a stage holds under `1f1b`. On grids (2d, 2.5d, 3d) `tp_keep` holds gathered inputs and
-    weights for the backward; `tp_outputs_move` (2d, 2.5d) moves the outputs of second products, which are narrower, not their inputs.
-    `pp_keep` gathers a stage's parameters (zero3) and reduces its gradients (zero2, zero3) once per step, not once per micro-batch:
-    least traffic, with a stage's parameters and local gradients held in full meanwhile.
+    `interleaved` is the number of chunks that a stage holds under `1f1b`. `tp_keep` says whether what was gathered for a product (inputs
+    under `sp`, inputs and weights on grids) is held for the backward or gathered again; None is each kind's own way: `sp` holds it, grids
+    do not. `tp_outputs_move` (2d, 2.5d) moves the outputs of second products, which are narrower, not their inputs. `pp_keep` gathers a
+    stage's parameters (zero3) and reduces its gradients (zero2, zero3) once per step, not once per micro-batch: least traffic, with a
+    stage's parameters and local gradients held in full meanwhile.
 
     Raises: PlanError, listing every field with a value it cannot have.
     """
@@ -70,7 +71,7 @@ class PlanFields:
     tp: int = 1
     tp_kind: str = "1d"
     tp_depth: int = 1
-    tp_keep: bool = False
+    tp_keep: bool | None = None
     tp_outputs_move: bool = False
     pp_keep: bool = False
     sp: bool = False
@@ -93,6 +94,8 @@ class PlanFields:
     def __post_init__(self) -> None:
         raise_all(list(self._bad_values()))
         self._settle_context()
+        if self.tp_keep is (self.tp_kind == "1d"):
+            self._set(tp_keep=None)
         if self.recompute == 1:
             self._set(recompute="full")
         if self.budgets is not None and not self.gemini:
@@ -126,6 +129,8 @@ class PlanFields:
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 yield PlanError(f"{name} is {getattr(self, name)!r}", allowed="true or false", remedy=f"{name} true")
+        if not isinstance(self.tp_keep, bool | None):
+            yield PlanError(f"tp_keep is {self.tp_keep!r}", allowed="true or false", remedy="leave tp_keep out")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices or type(value) is not type(choices[0]):
@@ -150,6 +155,11 @@ class PlanFields:
     def num_chunks(self) -> int:
         """The model chunks that each pipeline rank holds."""
         return 2 if self.schedule in ("zbv", "dualpipev") else self.interleaved
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether inputs (on grids also weights) that tensor parallelism has gathered are held for the backward."""
+        return self.tp_kind == "1d" if self.tp_keep is None else self.tp_keep
 
     @property
     def tensor_axes(self) -> dict[str, int]:

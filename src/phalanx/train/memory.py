@@ -50,7 +50,7 @@ class TensorCount(TorchDispatchMode):
         for thing in gc.get_objects():
             if issubclass(type(thing), torch.Tensor):  # isinstance would wake objects that only look like something else
                 self._add(thing)
-        self.kept = self.peak = self._total()
+        self.kept = self.peak = self.now
         return super().__enter__()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,7 +58,7 @@ class TensorCount(TorchDispatchMode):
         for thing in tree_iter(result):
             if isinstance(thing, torch.Tensor):
                 self._add(thing)
-        self.peak = max(self.peak, self._total())
+        self.peak = max(self.peak, self.now)
         return result
 
     def _add(self, tensor: torch.Tensor) -> None:
@@ -73,7 +73,9 @@ class TensorCount(TorchDispatchMode):
             key = storage._cdata
             self._live.setdefault(key, weakref.ref(storage, lambda _: self._live.pop(key, None)))
 
-    def _total(self) -> int:
+    @property
+    def now(self) -> int:
+        """The bytes that live now."""
         return sum(storage.nbytes() for reference in list(self._live.values()) if (storage := reference()) is not None)
 
     def measured(self) -> StepMemory:

@@ -20,10 +20,11 @@ from phalanx.cluster.placement import Placement
 from phalanx.cluster.random import SplitDraws
 from phalanx.errors import PlanError, ShapeError
 from phalanx.layout import Layout, split_sizes
+from phalanx.parallel.tensor.entered import Entered, enter, enter_whole
 from phalanx.parallel.tensor.grid import Grid, Product, Ranges
 from phalanx.parallel.tensor.kind import Place
 from phalanx.parallel.tensor.split_norm import scaled_to_one, standardised
-from phalanx.parallel.tensor.summa import Entered, enter, leave, product, stored
+from phalanx.parallel.tensor.summa import leave, product, stored
 
 
 class OnGrid:
@@ -201,7 +202,7 @@ class Entrance:
     def __call__(self, x: torch.Tensor, how: Product, in_width: int | None) -> Entered:
         if self.closes is not None:
             self.closes._entered.clear()
-            return enter(x, how.enter, how.sizes)
+            return enter(x, how.enter, how.sizes, keep=self.grid.keep)
         for source, entered in self._entered:
             if source() is x:
                 return entered
@@ -219,7 +220,7 @@ class Entrance:
                 allowed=f"{how.sizes[how.enter.index]} of {in_width} features",
                 remedy="a 1D tensor term",
             )
-        return enter(x, how.enter, how.sizes)
+        return enter(x, how.enter, how.sizes, keep=self.grid.keep)
 
 
 class Projection:
@@ -305,7 +306,7 @@ class Head:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         grid, module = self.kind.grid, self.module
         sizes = grid.stored_sizes(x.shape[-1] if self.transposed else self.how.num_out)
-        entered = Entered(comm.copy_to(x, grid.both))
+        entered = enter_whole(x, grid.both)
         logits = product(entered, module.weight, grid.rows, 0, sizes, transposed=self.transposed, keep=grid.keep)
         if module.bias is not None:
             logits = logits + module.bias

@@ -1,7 +1,8 @@
 """1D tensor parallelism: columns, then rows, with one sum (or with `sp` one gather and one scattered sum) for each pair.
 
 Cost: in elements per rank of a group of t, for a layer with two pairs and activations x: 8(t-1)/t x forward and backward, with and
-without `sp`; 1/t of the pairs' parameters and, with `sp`, 1/t of the activations between them.
+without `sp`; 1/t of the pairs' parameters and, with `sp`, 1/t of the activations between them. With `sp` inputs that were gathered are
+kept, or gathered again in the backward: then 10(t-1)/t x, and 1/t of all activations.
 Source: Shoeybi et al. 2019 (Megatron-LM); Korthikanti et al. 2022 (sequence parallelism).
 """
 
@@ -22,8 +23,10 @@ from phalanx.cluster.placement import Placement
 from phalanx.cluster.random import SplitDraws
 from phalanx.errors import PlanError
 from phalanx.layout import Layout, split_range, split_sizes
+from phalanx.parallel.tensor.entered import Entered, enter_whole, entered_as
 from phalanx.parallel.tensor.kind import Place
 from phalanx.parallel.tensor.stream import Stream
+from phalanx.parallel.tensor.summa import product
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -31,11 +34,12 @@ Ranges = tuple[tuple[int, int], ...]
 class OneDimensional:
     """Splits over `axis`; with `by_sequence` the stream between groups is split as well. `place` declares a parameter's placement.
 
+    `keep` False gathers the stream again in the backward, and holds this rank's part of it until then.
     `draws` are begun where activations are split and ended where they are not, for models that draw at random in training.
     """
 
-    def __init__(self, axis: Axis, place: Place, *, by_sequence: bool = False, draws: SplitDraws | None = None):
-        self.axis, self.place, self.by_sequence, self.draws = axis, place, by_sequence, draws
+    def __init__(self, axis: Axis, place: Place, *, by_sequence: bool = False, keep: bool = True, draws: SplitDraws | None = None):
+        self.axis, self.place, self.by_sequence, self.keep, self.draws = axis, place, by_sequence, keep, draws
         self.streams: dict[str, Stream] = {}
         self.logits_are_split, self.part = False, axis.index
 
@@ -43,7 +47,7 @@ class OneDimensional:
 
     def enter(self, stack: str, blocks: list[nn.Module]) -> None:
         if self.by_sequence:
-            self.streams[stack] = Stream(self.axis, blocks, self.draws)
+            self.streams[stack] = Stream(self.axis, blocks, self.draws, keep=self.keep)
 
     def leave(self, stack: str, blocks: list[nn.Module]) -> None:
         pass
@@ -60,12 +64,12 @@ class OneDimensional:
         group, stream = item.group, self._stream_of(item.group.rows[0])
         num_columns = sum(is_linear(model.get_submodule(name)) for name in group.columns)
         if stream is None:
-            entrance = Entrance(lambda x: comm.copy_to(x, self.axis), num_columns, len(group.rows), self.draws)
+            entrance = Entrance(lambda x: enter_whole(x, self.axis), num_columns, len(group.rows), self.draws)
         elif group.kind == "heads":
             self._enter_attention(item, model, stream)
-            entrance = Entrance(lambda x: x, num_columns, len(group.rows))
+            entrance = Entrance(lambda x: entered_as(x) or Entered(x), num_columns, len(group.rows))
         else:
-            entrance = Entrance(stream.gather, num_columns, len(group.rows))
+            entrance = Entrance(stream.enter, num_columns, len(group.rows))
         for name in group.columns:
             self._column(model.get_submodule(name), group, name, entrance)
         for name in group.rows:
@@ -90,6 +94,8 @@ class OneDimensional:
                 allowed="sp where each attention is a module of its own that takes in the stream",
                 remedy="leave sp out",
             )
+        if not self.keep and not entry.hands_on:
+            raise _cannot_gather_again(entry.module, "makes something of the stream before its projections")
         model.get_submodule(entry.module).register_forward_pre_hook(
             AttentionEntry(entry, stream, self.axis), with_kwargs=True, prepend=True
         )
@@ -102,6 +108,8 @@ class OneDimensional:
             return
         if module.bias is not None:
             self._cut(module, "bias", 0, split, group)
+        if not (self.keep or held_whole or is_plain(module)):
+            raise _cannot_gather_again(name, "has a forward of its own")
         ranges = split.ranges(*self._atoms(group)) or ((0, 0),)
         if is_transposed(module):
             module.nf = num_features(ranges)  # type: ignore[assignment]
@@ -163,6 +171,14 @@ class OneDimensional:
         module.forward = Head(module, self, split_sizes(size, self.axis.size))  # type: ignore[method-assign]
 
 
+def _cannot_gather_again(name: str, reason: str) -> PlanError:
+    return PlanError(
+        f"tp_keep = false gathers again what projections take in, and {name} {reason}",
+        allowed="plain projections that take in the stream",
+        remedy="leave tp_keep out, or recompute",
+    )
+
+
 def _is_block(name: str, stacks: Iterable[str]) -> bool:
     return any(name.rpartition(".")[0] == stack for stack in stacks)
 
@@ -173,12 +189,12 @@ class Entrance:
     Between the last column and the last row activations are split, and draws with them.
     """
 
-    def __init__(self, enter: Callable[[torch.Tensor], torch.Tensor], num_columns: int, num_rows: int, draws: SplitDraws | None = None):
+    def __init__(self, enter: Callable[[torch.Tensor], Entered], num_columns: int, num_rows: int, draws: SplitDraws | None = None):
         self._enter, self._num_columns, self._num_rows, self._draws = enter, num_columns, num_rows, draws
-        self._entered: list[tuple[weakref.ref, torch.Tensor]] = []
+        self._entered: list[tuple[weakref.ref, Entered]] = []
         self._columns = self._rows = 0
 
-    def enter(self, x: torch.Tensor) -> torch.Tensor:
+    def enter(self, x: torch.Tensor) -> Entered:
         """What a column takes in, ready for a part of the work."""
         for source, entered in self._entered:
             if source() is x:
@@ -207,9 +223,9 @@ class AttentionEntry:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        arguments[self.entry.stream] = self.stream.gather(arguments[self.entry.stream])
+        arguments[self.entry.stream] = self.stream.enter(arguments[self.entry.stream]).marked()
         if self.entry.beside is not None:
-            arguments[self.entry.beside] = comm.copy_to(arguments[self.entry.beside], self.axis)
+            arguments[self.entry.beside] = enter_whole(arguments[self.entry.beside], self.axis).marked()
         return tuple(arguments[place] for place in range(len(args))), {key: arguments[key] for key in kwargs}
 
 
@@ -218,16 +234,25 @@ class Column:
 
     def __init__(self, module: nn.Module, entrance: Entrance, used: Ranges | None):
         self.module, self.entrance, self.used = module, entrance, used
+        self.transposed = is_transposed(module) and used is None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.entrance.enter(x)
-        module = self.module
+        module, entered = self.module, self.entrance.enter(x)
         self.entrance.column_done(module.training)
-        if self.used is None:
-            return type(module).forward(module, x)
-        weight = module.weight.T if is_transposed(module) else module.weight
-        parts = lambda tensor: torch.cat([tensor[start:stop] for start, stop in self.used or ()])  # noqa: E731
-        return F.linear(x, parts(weight), None if module.bias is None else parts(module.bias))
+        if self.used is None and not is_plain(module):
+            return type(module).forward(module, entered.full)
+        weight, bias = module.weight, module.bias
+        if self.used is not None:
+            weight, bias = self._part(weight.T if is_transposed(module) else weight), None if bias is None else self._part(bias)
+        return product(entered, weight, bias=bias, transposed=self.transposed)
+
+    def _part(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([rows[start:stop] for start, stop in self.used or ()])
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a projection multiplies and adds, and does nothing else."""
+    return type(module).forward is nn.Linear.forward or is_transposed(module)
 
 
 class Row:
@@ -262,5 +287,9 @@ class Head:
         self.module, self.kind, self.sizes = module, kind, sizes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        logits = type(self.module).forward(self.module, comm.copy_to(x, self.kind.axis))
+        entered = enter_whole(x, self.kind.axis)
+        if is_plain(self.module):
+            logits = product(entered, self.module.weight, bias=self.module.bias, transposed=is_transposed(self.module))
+        else:
+            logits = type(self.module).forward(self.module, entered.full)
         return logits if self.kind.logits_are_split else comm.gather_from(logits, self.kind.axis, -1, self.sizes)

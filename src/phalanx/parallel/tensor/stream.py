@@ -6,6 +6,7 @@ Shapes: activations (rows, sequence, features), or (rows * sequence, features) w
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,8 @@ from phalanx.cluster.mesh import Axis
 from phalanx.cluster.random import SplitDraws
 from phalanx.errors import ShapeError
 from phalanx.layout import split_sizes
-from phalanx.parallel.tensor.sequence import gather_sequence, scatter_sums
+from phalanx.parallel.tensor.entered import Entered, enter
+from phalanx.parallel.tensor.sequence import scatter_sums
 
 _CUT = "_phalanx_sequence_cut"
 
@@ -27,8 +29,8 @@ class Stream:
     again finds what it had.
     """
 
-    def __init__(self, axis: Axis, blocks: list[nn.Module], draws: SplitDraws | None = None):
-        self.axis, self.draws = axis, draws
+    def __init__(self, axis: Axis, blocks: list[nn.Module], draws: SplitDraws | None = None, *, keep: bool = True):
+        self.axis, self.draws, self.keep = axis, draws, keep
         self.num_rows = 0
         self.sizes: list[int] = []
         blocks[0].register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -61,11 +63,11 @@ class Stream:
             self.draws.end()
         return _with_first(output, comm.gather_from(_first_of(output), self.axis, 1, self.sizes))
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def enter(self, x: torch.Tensor) -> Entered:
         """The whole sequence, for a part of the work on each rank."""
         by_row = self._by_row(x, self.sizes[self.axis.index])
-        whole = gather_sequence(by_row, self.axis, 1, self.sizes)
-        return whole if by_row is x else whole.flatten(0, 1)
+        entered = enter(by_row, self.axis, self.sizes, dim=1, keep=self.keep)
+        return entered if by_row is x else replace(entered, full=entered.full.flatten(0, 1))
 
     def scatter_sums(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sequence, summed over the ranks."""

@@ -10,65 +10,43 @@ Shape suffixes: T tokens (any leading dimensions), K features in, N features out
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from phalanx.cluster.mesh import Axis
+from phalanx.parallel.tensor.entered import Entered, WayBack
 from phalanx.parallel.tensor.parts import Gathering, Summing
 
 Slices = tuple[tuple[int, int], ...]
 
 
-@dataclass
-class Entered:
-    """What several products take in together: gathered once forward, once again backward unless it is kept, and summed once.
-
-    `local` is what this rank holds of it, or None where it need not be gathered.
-    """
-
-    full: torch.Tensor
-    local: torch.Tensor | None = None
-    axis: Axis | None = None
-    sizes: tuple[int, ...] = ()
-    _again: Gathering | None = field(default=None, repr=False)
-
-    def start_again(self, local: torch.Tensor) -> Gathering:
-        """The gather that the products of one backward share."""
-        if self._again is None:
-            assert self.axis is not None
-            self._again = Gathering(local, self.axis, -1, self.sizes)
-        return self._again
-
-    def forget(self) -> None:
-        self._again = None
-
-
-def enter(x: torch.Tensor, axis: Axis, sizes: tuple[int, ...]) -> Entered:
-    """The features of all ranks of the axis, joined, for products that each rank makes for itself.
-
-    Cost: (n - 1)/n of the joined tensor, once. Grad: the sum over the axis, of which each rank keeps its features; the same cost.
-    """
-    if axis.size == 1:
-        return Entered(x)
-    entered = Entered(x, x.detach(), axis, sizes)
-    entered.full = _Enter.apply(x, entered)
-    return entered
-
-
 def product(
-    entered: Entered, weight: torch.Tensor, store: Axis, store_dim: int, sizes: tuple[int, ...], *, transposed: bool = False, keep: bool
+    entered: Entered,
+    weight: torch.Tensor,
+    store: Axis | None = None,
+    store_dim: int = 0,
+    sizes: Sequence[int] = (),
+    *,
+    bias: torch.Tensor | None = None,
+    transposed: bool = False,
+    keep: bool = True,
 ) -> torch.Tensor:
-    """x W^T (x W where `transposed`), with the weight's parts along `store_dim` gathered over the axis `store`.
+    """x W^T + b (x W where `transposed`), with the weight's parts along `store_dim` gathered over the axis `store`, if there is one.
 
-    `keep` holds what was gathered for the backward; else it is gathered again.
-    Shapes: x (T, K); the joined weight (N, K), or (K, N) where `transposed`. Returns (T, N).
-    Cost: (n - 1)/n of the joined weight forward, again backward unless kept, and once for its gradient.
-    Grad: to x without communication; to the weight the sum over `store`, of which each rank keeps its part.
+    `keep` holds the gathered weight for the backward; else it is gathered again.
+    Shapes: x (T, K); the joined weight (N, K), or (K, N) where `transposed`; b (N). Returns (T, N).
+    Cost: (n - 1)/n of the joined weight forward, again backward unless kept, and once for its gradient; again backward the gather of
+    x unless that is kept.
+    Grad: to x without communication of its own; to the weight the sum over `store`, of which each rank keeps its part.
     """
-    local = entered.local if entered.local is not None and not keep else None
-    return _Product.apply(entered.full, local, weight, _Gathered(entered, store, store_dim, sizes, transposed, keep))
+    if entered.way_back is not None:
+        entered.way_back.num_products += 1
+    how = _How(entered.way_back, store, store_dim, tuple(sizes), transposed, keep)
+    return _Product.apply(entered.full, entered.local, weight, bias, how)
 
 
 def stored(weight: torch.Tensor, store: Axis, dim: int, sizes: tuple[int, ...]) -> torch.Tensor:
@@ -85,58 +63,59 @@ def leave(partial: torch.Tensor, axis: Axis, parts: tuple[Slices, ...]) -> torch
 
 
 @dataclass(frozen=True)
-class _Gathered:
-    """How one product comes by its weight, and what it keeps."""
+class _How:
+    """How one product comes by its weight, what it keeps, and what it shares with others."""
 
-    entered: Entered
-    store: Axis
+    way_back: WayBack | None
+    store: Axis | None
     dim: int
     sizes: tuple[int, ...]
     transposed: bool
     keep: bool
 
-    def start(self, weight: torch.Tensor) -> Gathering:
-        return Gathering(weight.detach(), self.store, self.dim, self.sizes)
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, entered: Entered) -> torch.Tensor:
-        ctx.axis, ctx.sizes, ctx.forget = entered.axis, entered.sizes, entered.forget
-        return Gathering(x, entered.axis, -1, entered.sizes).joined()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.forget()
-        return Summing(grad.split(ctx.sizes, -1), ctx.axis).result(), None
+    def joined(self, weight: torch.Tensor) -> torch.Tensor:
+        if self.store is None:
+            return weight
+        return Gathering(weight.detach(), self.store, self.dim, self.sizes).joined()
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TK: torch.Tensor, local: torch.Tensor | None, weight: torch.Tensor, how: _Gathered) -> torch.Tensor:
-        joined = how.start(weight).joined()
-        ctx.how = how
+    def forward(
+        ctx: Any, x_TK: torch.Tensor, local: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, how: _How
+    ) -> torch.Tensor:
+        joined = how.joined(weight)
+        ctx.how, ctx.is_local = how, local is not None
         ctx.save_for_backward(x_TK if local is None else local, joined if how.keep else weight)
-        ctx.is_local = local is not None
-        return x_TK @ (joined if how.transposed else joined.T)
+        return F.linear(x_TK, joined.T if how.transposed else joined, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad_TN: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None]:
-        how: _Gathered = ctx.how
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        how: _How = ctx.how
         x, weight = ctx.saved_tensors
-        needs_x, _, needs_weight, _ = ctx.needs_input_grad
-        again = how.entered.start_again(x) if ctx.is_local and needs_weight else None
-        joined = None
-        if needs_x:
-            joined = weight if how.keep else how.start(weight).joined()
-        grad_x = grad_TN @ (joined.T if how.transposed else joined) if joined is not None else None
-        grad_weight = None
-        if needs_weight:
-            x_TK = again.joined() if again is not None else x
-            flat_x, flat_grad = x_TK.reshape(-1, x_TK.shape[-1]), grad_TN.reshape(-1, grad_TN.shape[-1])
-            whole = flat_x.T @ flat_grad if how.transposed else flat_grad.T @ flat_x
-            grad_weight = Summing(whole.split(how.sizes, how.dim), how.store).result()
-        return grad_x, None, grad_weight, None
+        wants_x, _, wants_weight, wants_bias, _ = wanted(ctx)
+        grad_TN = grad.reshape(-1, grad.shape[-1])
+        again = how.way_back.gather_again(x) if ctx.is_local and wants_weight and how.way_back is not None else None
+        grad_x = grad_weight = None
+        if wants_x:
+            joined = weight if how.keep else how.joined(weight)
+            weight_NK = joined.T if how.transposed else joined
+            if how.way_back is None:
+                grad_x = (grad_TN @ weight_NK).view(*grad.shape[:-1], weight_NK.shape[-1])
+            else:
+                how.way_back.add(grad_TN, weight_NK)
+        if wants_weight:
+            full = again.joined() if again is not None else x
+            x_TK = full.reshape(-1, full.shape[-1])
+            whole = x_TK.T @ grad_TN if how.transposed else grad_TN.T @ x_TK
+            grad_weight = whole if how.store is None else Summing.along(whole, how.store, how.dim, how.sizes).result()
+        return grad_x, None, grad_weight, grad_TN.sum(0) if wants_bias else None, None
+
+
+def wanted(ctx: Any) -> list[bool]:
+    """Which inputs of a function need their gradient in the backward that runs: one may reach a part of the graph alone."""
+    nodes = (node for node, _ in ctx.next_functions if node is not None)  # those of the inputs that need a gradient at all
+    return [needs and torch._C._will_engine_execute_node(next(nodes)) for needs in ctx.needs_input_grad]
 
 
 class _Stored(torch.autograd.Function):
