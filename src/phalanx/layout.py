@@ -19,6 +19,8 @@ from phalanx.errors import ShapeError
 
 Range = tuple[int, int]
 Box = tuple[tuple[Range, ...], ...]
+# The attribute by which a tensor that only shows a shape says which one has its values here, and its gradient.
+STANDS_FOR = "_phalanx_stands_for"
 
 
 def split_range(total: int, parts: int, index: int) -> tuple[int, int]:

@@ -119,6 +119,11 @@ def counted():
 class SummedBlock(CountedBlock):
     """Between its two projections an MLP mixes features, so that neither can be split."""
 
+    def __init__(self, width=24):
+        super().__init__(width)
+        # The gradient of a key's bias is 0; what is left of it by rounding is too near the bound in a model that adds up so much.
+        self.attention.to_k = nn.Linear(width, self.attention.num_kv_heads * self.attention.size, bias=False)
+
     def forward(self, x):
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp[2](self.mlp[0](self.mlp_norm(x)).sigmoid().cumsum(-1))

@@ -81,15 +81,6 @@ class Dataflow:
         """The calls whose output reaches one tensor of the model's result directly."""
         return {name for name, gradient in self._outputs(result, _random_like(result)).items() if bool((gradient != 0).any())}
 
-    def is_elementwise(self, result: torch.Tensor, name: str) -> bool:
-        """Whether each feature of a result depends on the same feature of a call's output alone."""
-        size = result.shape[-1] if result.dim() else 0
-        if self.calls[name].output.shape[-1] != size:
-            return False
-        plain = self._outputs(result, torch.ones_like(result))[name].reshape(-1, size)
-        placed = self._outputs(result, torch.arange(1, size + 1).to(result).expand_as(result))[name].reshape(-1, size)
-        return places(plain, placed, size) == [(feature, feature + 1) for feature in range(size)]
-
     def read_elsewhere(self) -> set[str]:
         """Weights of projections and embeddings that something else than their own module reads, by their full names."""
         owned = {id(parameter) for call in self.calls.values() for parameter in call.module.parameters(recurse=False)}

@@ -28,8 +28,7 @@ class Anatomy:
 
     `layers` are the blocks of its stacks; `seams` the groups that can be split, each with the changes that make its modules local;
     `vocabulary` the embeddings and heads with one row for each token; `whole` what stays whole, and why; `ties` names that share a
-    parameter or buffer; `mixing` modules outside of groups that see several tokens at once, and whose;
-    `logits_are_plain` says that what the model returns follows from each output of its head by itself.
+    parameter or buffer; `mixing` modules outside of groups that see several tokens at once, and whose.
     """
 
     layers: tuple[str, ...]
@@ -38,7 +37,6 @@ class Anatomy:
     whole: dict[str, str] = field(default_factory=dict)
     ties: tuple[tuple[str, ...], ...] = ()
     mixing: dict[str, str] = field(default_factory=dict)
-    logits_are_plain: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -107,7 +105,6 @@ def _read(model: nn.Module, specimen: Specimen, parts: int, overrule: dict[str, 
     reasons = {**found.reasons, **read_elsewhere, **told}
     anatomy = _for_whole_model(model, specimen, seams, vocabulary, reasons)
     anatomy.mixing = _mixing(flow, anatomy, inside)
-    anatomy.logits_are_plain = _logits_are_plain(flow, vocabulary)
     return anatomy
 
 
@@ -141,11 +138,6 @@ def _vocabulary(specimen: Specimen, flow: Dataflow, excluded: set[str]) -> tuple
     members |= {name for name, module in model.named_modules(remove_duplicate=False) if id(getattr(module, "weight", None)) in weights}
     sound = all(_is_sound(model.get_submodule(name)) for name in members) and not members & excluded
     return tuple(sorted(members)) if sound else ()
-
-
-def _logits_are_plain(flow: Dataflow, vocabulary: tuple[str, ...]) -> bool:
-    heads = [name for name in vocabulary if name in flow.calls and flow.calls[name].is_linear]
-    return len(heads) == 1 and all(flow.is_elementwise(result, heads[0]) for result in flow.results if heads[0] in flow.reaching(result))
 
 
 def _inside(model: nn.Module) -> tuple[str, ...]:

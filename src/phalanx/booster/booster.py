@@ -110,7 +110,7 @@ class Booster:
             context.stages = Stages(model, self.plan, self.mesh, self.world.device, context.share, watchable, self.stage_sizes)
         for run in PASSES:
             model = run(model, context)
-        objective.loss_alone = context.loss_alone
+        objective.reading = context.reading
         engine = self._make_engine(model, context, start, optimizer)
         training = Training(
             model,

@@ -25,8 +25,8 @@ class Objective:
     """Computes (sum of losses, count) of some rows, so that sums over any cut of a batch give the same quotient.
 
     With a criterion: it is called with the model's output and the batch, and returns (loss_sum, count), or a mean whose count is
-    `count(batch)`. Without: the model's own `.loss` is used, inside of `loss_alone()`, where nothing else of its output is read.
-    `count` overrules what a mean is taken to be over.
+    `count(batch)`. Without: the model's own `.loss` is used. `count` overrules what a mean is taken to be over. Models and criteria run
+    inside of `reading()`.
     """
 
     def __init__(
@@ -44,12 +44,13 @@ class Objective:
         self.own, self.is_cut = own_loss(model), is_cut
         if criterion is not None and is_cut and count is None:
             self.own = count_rule(criterion, self.own)
-        self.loss_alone: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.reading: Callable[[], AbstractContextManager[None]] = nullcontext
         self.proof = AdditivityProof(getattr(criterion, "__name__", type(criterion).__name__)) if is_cut and criterion is not None else None
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (loss_sum, count) as scalars; loss_sum has at least float32 and is 0 with gradient 0 where count is 0."""
-        loss, count = self._with_criterion(model, batch) if self.criterion else self._with_own_loss(model, batch)
+        with self.reading():
+            loss, count = self._with_criterion(model, batch) if self.criterion else self._with_own_loss(model, batch)
         _require_scalar(loss)
         if loss.dtype in (torch.bfloat16, torch.float16):
             loss = loss.float()
@@ -95,8 +96,7 @@ class Objective:
             return _sum_of_mean(_loss_of(self.forward(model, batch)), count), count
         keywords = self.own.kwargs(batch) if isinstance(batch, Mapping) else {}
         self.share.count = count if keywords else 1.0
-        with self.loss_alone():
-            output = _call(model, {**batch, **keywords} if keywords else batch, withhold_labels=False)
+        output = _call(model, {**batch, **keywords} if keywords else batch, withhold_labels=False)
         loss = _loss_of(output)
         if keywords:
             return loss, count

@@ -39,7 +39,7 @@ class Context:
     `share` is what the running pass counts for, `mixture` the experts of the model, if it has any, and
     `lending` brings divided ones together.
     `example` is a batch and `forward` what is called with it, where a person gave them. `causal_loss` is the next-token loss that the
-    model gets in place of its own; inside `loss_alone()` nothing but the loss of a model's output is read.
+    model gets in place of its own; inside of `reading()` logits may stay in parts, and what is done with them is seen.
     """
 
     plan: Plan
@@ -59,7 +59,7 @@ class Context:
     example: Any = None
     forward: Callable[[nn.Module, Any], Any] | None = None
     causal_loss: Callable[..., torch.Tensor] = causal_loss
-    loss_alone: Callable[[], AbstractContextManager[None]] = nullcontext
+    reading: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @classmethod
     def of(
@@ -107,9 +107,11 @@ def refuse_batch_dependence(model: nn.Module, context: Context) -> nn.Module:
 
 
 def split_tensors(model: nn.Module, context: Context) -> nn.Module:
-    """Splits the layers over the tensor axis."""
+    """Splits the layers over the tensor axis; where there is none, a chunked loss takes the head."""
     if context.plan.tp > 1:
         tensor_parallel.split(model, context)
+    elif context.plan.chunked_loss:
+        tensor_parallel.chunk_loss(model, context)
     return model
 
 
@@ -121,8 +123,8 @@ def recompute_blocks(model: nn.Module, context: Context) -> nn.Module:
 
 def plug_loss(model: nn.Module, context: Context) -> nn.Module:
     """The model's own next-token loss without its float32 copy of the logits."""
-    if not context.uses_own_loss or replace_causal_loss(model, context.causal_loss) is None:
-        context.loss_alone = nullcontext
+    if context.uses_own_loss:
+        replace_causal_loss(model, context.causal_loss)
     return model
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -17,8 +16,9 @@ from phalanx.cluster.placement import Placement
 from phalanx.cluster.random import SplitDraws
 from phalanx.errors import PlanError
 from phalanx.log import get_logger
-from phalanx.parallel.tensor import OneDimensional, OnGrid, VocabularyLoss, grid_2d, grid_3d, grid_25d, split_model
+from phalanx.parallel.tensor import Head, OneDimensional, OnGrid, SplitLogits, VocabularyLoss, grid_2d, grid_3d, grid_25d, split_model
 from phalanx.parallel.tensor.kind import Place
+from phalanx.parallel.tensor.one import multiply, weights_of
 
 if TYPE_CHECKING:
     from phalanx.booster.passes import Context
@@ -42,32 +42,56 @@ def split(model: nn.Module, context: Context) -> None:
     features = context.roles.copies
     draws = SplitDraws(features.index, devices.get(launch.world().device.type)) if _draws_in_training(model) else None
     context.draws = draws
-    kind = _kind(context, place, _joining(model, anatomy, context), draws)
+    logits = _read_by_loss(SplitLogits(features), context)
+    if context.plan.chunked_loss:
+        _require_head(model, anatomy)
+    kind = _kind(context, place, logits, _joining(model, anatomy, context), draws)
     split_model(model, anatomy, kind, features.size, kind.part)
-    context.causal_loss = VocabularyLoss(features)
-
-    @contextmanager
-    def loss_alone() -> Iterator[None]:
-        before, kind.logits_are_split = kind.logits_are_split, True
-        try:
-            yield
-        finally:
-            kind.logits_are_split = before
-
-    if anatomy.logits_are_plain:
-        context.loss_alone = loss_alone
 
 
-def _kind(context: Context, place: Place, joining: Container[nn.Module], draws: SplitDraws | None) -> OneDimensional | OnGrid:
+def chunk_loss(model: nn.Module, context: Context) -> None:
+    """Leaves the forming of logits to the loss, on a model whose layers are not split.
+
+    Raises: PlanError where no head is found.
+    """
+    head = _require_head(model, read(model, context))
+    logits = _read_by_loss(SplitLogits(context.roles.copies), context)
+    module = model.get_submodule(head)
+    size = weights_of(module)[0].shape[0]
+    module.forward = Head(  # type: ignore[method-assign]
+        module, logits, size, lambda entered: multiply(module, entered), lambda: weights_of(module), is_chunked=True
+    )
+
+
+def _read_by_loss(logits: SplitLogits, context: Context) -> SplitLogits:
+    context.causal_loss, context.reading = VocabularyLoss(logits), logits.reading
+    return logits
+
+
+def _require_head(model: nn.Module, anatomy: Anatomy) -> str:
+    heads = [name for name in anatomy.vocabulary if is_linear(model.get_submodule(name))]
+    if len(heads) == 1:
+        return heads[0]
+    raise PlanError(
+        f"chunked_loss finds {len(heads) or 'no'} projections to logits in {type(model).__name__}",
+        allowed="models with a token embedding and one head",
+        remedy="leave chunked_loss out",
+    )
+
+
+def _kind(
+    context: Context, place: Place, logits: SplitLogits, joining: Container[nn.Module], draws: SplitDraws | None
+) -> OneDimensional | OnGrid:
     plan, mesh = context.plan, context.mesh
+    options: dict[str, Any] = {"draws": draws, "is_chunked": plan.chunked_loss}
     if plan.tp_kind == "1d":
-        return OneDimensional(mesh.axis("tp"), place, by_sequence=plan.sp, keep=plan.keeps_gathered, draws=draws)
+        return OneDimensional(mesh.axis("tp"), place, logits, by_sequence=plan.sp, keep=plan.keeps_gathered, **options)
     if plan.tp_kind == "3d":
         grid = grid_3d(mesh, keep=plan.keeps_gathered)
     else:
         square = grid_2d if plan.tp_kind == "2d" else grid_25d
         grid = square(mesh, keep=plan.keeps_gathered, outputs_move=plan.tp_outputs_move)
-    return OnGrid(grid, place, f"tp:{plan.tp_kind}", joining, draws)
+    return OnGrid(grid, place, f"tp:{plan.tp_kind}", logits, joining=joining, **options)
 
 
 def _joining(model: nn.Module, anatomy: Anatomy, context: Context) -> set[nn.Module]:

@@ -19,6 +19,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
 from phalanx.errors import ConfigError
+from phalanx.layout import STANDS_FOR
 from phalanx.memory.chunk import Chunk, Slot
 from phalanx.memory.foreign import ForeignReads
 from phalanx.memory.partition import Unit
@@ -300,9 +301,9 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested tuples, lists, mappings and dataclasses."""
+    """All tensors in nested tuples, lists, mappings and dataclasses; of a stand-in the one that it stands for."""
     if isinstance(value, torch.Tensor):
-        yield value
+        yield getattr(value, STANDS_FOR, value)
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item)

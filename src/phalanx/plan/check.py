@@ -20,7 +20,7 @@ def conflicts(plan: PlanFields, anatomy: object | None = None, world: int | None
 
 def _beside_the_world(plan: PlanFields, world: int | None) -> list[PlanError]:
     """What contradicts itself in a plan whose axes fit the world, or whose world is not known."""
-    found = [*_tensor(plan), *_context(plan), *_pipeline(plan), *_zero(plan, world), *_experts(plan, world)]
+    found = [*_tensor(plan), *_loss(plan), *_context(plan), *_pipeline(plan), *_zero(plan, world), *_experts(plan, world)]
     return [*found, *_fsdp(plan), *_gemini(plan)]
 
 
@@ -80,6 +80,12 @@ def _tensor(plan: PlanFields) -> Iterator[PlanError]:
     depth = str(plan.tp_depth) if plan.tp_kind == "2.5d" else ""
     fitting = f"tp{plan.tp_depth * side**power}:{plan.tp_kind}{depth}"
     yield PlanError(f"tp{plan.tp}:{plan.tp_kind}{depth} is no grid", allowed=f"a size that is {shape}", remedy=fitting)
+
+
+def _loss(plan: PlanFields) -> Iterator[PlanError]:
+    for name in ("fsdp", "gemini"):
+        if plan.chunked_loss and getattr(plan, name):
+            yield PlanError(f"chunked_loss with {name}", allowed="chunked_loss with zero0 to zero3", remedy=f"zero3 in place of {name}")
 
 
 def _context(plan: PlanFields) -> Iterator[PlanError]:

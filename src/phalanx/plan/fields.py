@@ -17,7 +17,7 @@ TENSOR_KINDS = ("1d", "2d", "2.5d", "3d")
 PLACEMENTS = ("auto", "static", "device", "host")
 _COUNTS = ("pp", "cp", "tp", "tp_depth", "ep", "acc", "interleaved")
 _OPTIONAL_COUNTS = ("dp", "ulysses", "ring", "micro", "zero_group")
-_SWITCHES = ("sp", "tp_outputs_move", "pp_keep", "offload", "gemini", "fsdp")
+_SWITCHES = ("sp", "tp_outputs_move", "pp_keep", "chunked_loss", "offload", "gemini", "fsdp")
 _CHOICES: dict[str, tuple[object, ...]] = {
     "tp_kind": TENSOR_KINDS,
     "zero": (0, 1, 2, 3),
@@ -60,7 +60,7 @@ class PlanFields:
     under `sp`, inputs and weights on grids) is held for the backward or gathered again; None is each kind's own way: `sp` holds it, grids
     do not. `tp_outputs_move` (2d, 2.5d) moves the outputs of second products, which are narrower, not their inputs. `pp_keep` gathers a
     stage's parameters (zero3) and reduces its gradients (zero2, zero3) once per step, not once per micro-batch: least traffic, with a
-    stage's parameters and local gradients held in full meanwhile.
+    stage's parameters and local gradients held in full meanwhile. `chunked_loss` forms logits a few tokens at a time within the loss.
 
     Raises: PlanError, listing every field with a value it cannot have.
     """
@@ -90,6 +90,7 @@ class PlanFields:
     fsdp: bool = False
     precision: str = "fp32"
     recompute: str | float | None = None
+    chunked_loss: bool = False
 
     def __post_init__(self) -> None:
         raise_all(list(self._bad_values()))

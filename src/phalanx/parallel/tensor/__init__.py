@@ -7,6 +7,7 @@ from phalanx.parallel.tensor.grid25d import grid_25d
 from phalanx.parallel.tensor.kind import Kind
 from phalanx.parallel.tensor.on_grid import OnGrid
 from phalanx.parallel.tensor.one import OneDimensional
-from phalanx.parallel.tensor.vocabulary import VocabularyLoss
+from phalanx.parallel.tensor.split_logits import SplitLogits
+from phalanx.parallel.tensor.vocabulary import Head, VocabularyLoss
 
-__all__ = ["Kind", "OnGrid", "OneDimensional", "VocabularyLoss", "grid_2d", "grid_3d", "grid_25d", "split_model"]
+__all__ = ["Head", "Kind", "OnGrid", "OneDimensional", "SplitLogits", "VocabularyLoss", "grid_2d", "grid_3d", "grid_25d", "split_model"]

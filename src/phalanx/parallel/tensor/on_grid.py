@@ -20,25 +20,38 @@ from phalanx.cluster.placement import Placement
 from phalanx.cluster.random import SplitDraws
 from phalanx.errors import PlanError, ShapeError
 from phalanx.layout import Layout, split_sizes
-from phalanx.parallel.tensor.entered import Entered, enter, enter_whole
+from phalanx.parallel.tensor.entered import Entered, enter
 from phalanx.parallel.tensor.grid import Grid, Product, Ranges
 from phalanx.parallel.tensor.kind import Place
+from phalanx.parallel.tensor.split_logits import SplitLogits
 from phalanx.parallel.tensor.split_norm import scaled_to_one, standardised
 from phalanx.parallel.tensor.summa import leave, product, stored
+from phalanx.parallel.tensor.vocabulary import Head
 
 
 class OnGrid:
     """One of the three grids. `place` declares a parameter's placement; `term` is what the plan calls the grid.
 
     `joining` are the projections in no group whose outputs belong to the stream; `draws` are begun where a stack begins and ended where
-    it ends, for models that draw at random in training.
+    it ends, for models that draw at random in training. `is_chunked` leaves the forming of logits to the loss.
     """
 
-    def __init__(self, grid: Grid, place: Place, term: str, joining: Container[nn.Module] = (), draws: SplitDraws | None = None):
+    def __init__(
+        self,
+        grid: Grid,
+        place: Place,
+        term: str,
+        logits: SplitLogits,
+        *,
+        joining: Container[nn.Module] = (),
+        is_chunked: bool = False,
+        draws: SplitDraws | None = None,
+    ):
         self.grid, self.place, self.term, self.joining, self.draws = grid, place, term, joining, draws
+        self.logits, self.is_chunked = logits, is_chunked
         self.whole: set[nn.Module] = set()
         self.widths: dict[nn.Module, int] = {}
-        self.logits_are_split, self.part = False, grid.group_index
+        self.part = grid.group_index
 
     # -- stacks --------------------------------------------------------------------------------------------------------
 
@@ -151,7 +164,10 @@ class OnGrid:
         self.place(module, "weight", self.grid.weight_placement(how, module.weight.shape, transposed=is_transposed(module)))
         if module.bias is not None:
             self.place(module, "bias", self.grid.bias_placement(how, module.bias.shape))
-        module.forward = Head(module, self, how, shape[0])  # type: ignore[method-assign]
+        projection = HeadProjection(module, self.grid, how)
+        module.forward = Head(  # type: ignore[method-assign]
+            module, self.logits, shape[0], projection.multiply, projection.weights, is_chunked=self.is_chunked
+        )
 
     def _refusal(self, name: str, reason: str, allowed: str) -> PlanError:
         return PlanError(f"{self.term} cuts features, and {name} {reason}", allowed=allowed, remedy=f"tp{self.grid.both.size}, which is 1D")
@@ -296,20 +312,18 @@ class TokenEmbedding:
         return comm.reduce_from(found.masked_fill(is_elsewhere[..., None], 0), self.grid.both)
 
 
-class Head:
-    """The logits of this rank's part of the vocabulary, gathered unless the loss takes them split."""
+class HeadProjection:
+    """The product with a head's weight, whose parts lie along the rows of the grid."""
 
-    def __init__(self, module: nn.Module, kind: OnGrid, how: Product, size: int):
-        self.module, self.kind, self.how, self.size = module, kind, how, size
-        self.transposed = is_transposed(module)
+    def __init__(self, module: nn.Module, grid: Grid, how: Product):
+        self.module, self.grid, self.transposed = module, grid, is_transposed(module)
+        self.sizes = grid.stored_sizes(how.in_range[1] - how.in_range[0] if self.transposed else how.num_out)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        grid, module = self.kind.grid, self.module
-        sizes = grid.stored_sizes(x.shape[-1] if self.transposed else self.how.num_out)
-        entered = enter_whole(x, grid.both)
-        logits = product(entered, module.weight, grid.rows, 0, sizes, transposed=self.transposed, keep=grid.keep)
-        if module.bias is not None:
-            logits = logits + module.bias
-        if self.kind.logits_are_split:
-            return logits
-        return comm.gather_from(logits, grid.both, -1, list(grid.stream_sizes(self.size)))
+    def multiply(self, entered: Entered) -> torch.Tensor:
+        grid, module = self.grid, self.module
+        logits = product(entered, module.weight, grid.rows, 0, self.sizes, transposed=self.transposed, keep=grid.keep)
+        return logits if module.bias is None else logits + module.bias
+
+    def weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight = stored(self.module.weight, self.grid.rows, 0, self.sizes)
+        return weight.T if self.transposed else weight, self.module.bias

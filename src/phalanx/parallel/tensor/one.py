@@ -22,11 +22,13 @@ from phalanx.cluster.mesh import Axis, make_axis
 from phalanx.cluster.placement import Placement
 from phalanx.cluster.random import SplitDraws
 from phalanx.errors import PlanError
-from phalanx.layout import Layout, split_range, split_sizes
+from phalanx.layout import Layout, split_range
 from phalanx.parallel.tensor.entered import Entered, enter_whole, entered_as
 from phalanx.parallel.tensor.kind import Place
+from phalanx.parallel.tensor.split_logits import SplitLogits
 from phalanx.parallel.tensor.stream import Stream
 from phalanx.parallel.tensor.summa import product
+from phalanx.parallel.tensor.vocabulary import Head
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -34,14 +36,26 @@ Ranges = tuple[tuple[int, int], ...]
 class OneDimensional:
     """Splits over `axis`; with `by_sequence` the stream between groups is split as well. `place` declares a parameter's placement.
 
-    `keep` False gathers the stream again in the backward, and holds this rank's part of it until then.
+    `keep` False gathers the stream again in the backward, and holds this rank's part of it until then. `is_chunked` leaves the forming of
+    logits to the loss.
     `draws` are begun where activations are split and ended where they are not, for models that draw at random in training.
     """
 
-    def __init__(self, axis: Axis, place: Place, *, by_sequence: bool = False, keep: bool = True, draws: SplitDraws | None = None):
+    def __init__(
+        self,
+        axis: Axis,
+        place: Place,
+        logits: SplitLogits,
+        *,
+        by_sequence: bool = False,
+        keep: bool = True,
+        is_chunked: bool = False,
+        draws: SplitDraws | None = None,
+    ):
         self.axis, self.place, self.by_sequence, self.keep, self.draws = axis, place, by_sequence, keep, draws
+        self.logits, self.is_chunked = logits, is_chunked
         self.streams: dict[str, Stream] = {}
-        self.logits_are_split, self.part = False, axis.index
+        self.part = axis.index
 
     # -- stacks --------------------------------------------------------------------------------------------------------
 
@@ -168,7 +182,9 @@ class OneDimensional:
             self.place(module, "bias", Placement(Layout.cut(module.bias.shape, 0, (low, high))))
         if is_transposed(module):
             module.nf = high - low  # type: ignore[assignment]
-        module.forward = Head(module, self, split_sizes(size, self.axis.size))  # type: ignore[method-assign]
+        module.forward = Head(  # type: ignore[method-assign]
+            module, self.logits, size, lambda entered: multiply(module, entered), lambda: weights_of(module), is_chunked=self.is_chunked
+        )
 
 
 def _cannot_gather_again(name: str, reason: str) -> PlanError:
@@ -234,17 +250,14 @@ class Column:
 
     def __init__(self, module: nn.Module, entrance: Entrance, used: Ranges | None):
         self.module, self.entrance, self.used = module, entrance, used
-        self.transposed = is_transposed(module) and used is None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         module, entered = self.module, self.entrance.enter(x)
         self.entrance.column_done(module.training)
-        if self.used is None and not is_plain(module):
-            return type(module).forward(module, entered.full)
-        weight, bias = module.weight, module.bias
-        if self.used is not None:
-            weight, bias = self._part(weight.T if is_transposed(module) else weight), None if bias is None else self._part(bias)
-        return product(entered, weight, bias=bias, transposed=self.transposed)
+        if self.used is None:
+            return multiply(module, entered)
+        weight, bias = weights_of(module)
+        return product(entered, self._part(weight), bias=None if bias is None else self._part(bias))
 
     def _part(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.cat([rows[start:stop] for start, stop in self.used or ()])
@@ -253,6 +266,18 @@ class Column:
 def is_plain(module: nn.Module) -> bool:
     """Whether a projection multiplies and adds, and does nothing else."""
     return type(module).forward is nn.Linear.forward or is_transposed(module)
+
+
+def multiply(module: nn.Module, entered: Entered) -> torch.Tensor:
+    """What a projection does with its input, whatever its forward was replaced by."""
+    if is_plain(module):
+        return product(entered, module.weight, bias=module.bias, transposed=is_transposed(module))
+    return type(module).forward(module, entered.full)
+
+
+def weights_of(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weight by outputs and the bias of a projection."""
+    return module.weight.T if is_transposed(module) else module.weight, module.bias
 
 
 class Row:
@@ -278,18 +303,3 @@ class TokenEmbedding:
         is_elsewhere = (tokens < self.low) | (tokens >= self.high)
         found = type(self.module).forward(self.module, (tokens - self.low).masked_fill(is_elsewhere, 0))
         return comm.reduce_from(found.masked_fill(is_elsewhere[..., None], 0), self.axis)
-
-
-class Head:
-    """The logits of this rank's part of the vocabulary, gathered unless the loss takes them split."""
-
-    def __init__(self, module: nn.Module, kind: OneDimensional, sizes: list[int]):
-        self.module, self.kind, self.sizes = module, kind, sizes
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        entered = enter_whole(x, self.kind.axis)
-        if is_plain(self.module):
-            logits = product(entered, self.module.weight, bias=self.module.bias, transposed=is_transposed(self.module))
-        else:
-            logits = type(self.module).forward(self.module, entered.full)
-        return logits if self.kind.logits_are_split else comm.gather_from(logits, self.kind.axis, -1, self.sizes)

@@ -1,25 +1,67 @@
-"""The next-token loss where each rank has the logits of its part of the vocabulary; whole logits never exist.
-
-Shape suffixes: N tokens, V this rank's part of the vocabulary.
-"""
+"""What is split by vocabulary: the head, whose logits stay in parts while a loss is all that needs them, and the next-token loss."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from phalanx.cluster import comm
-from phalanx.cluster.mesh import Axis
 from phalanx.kernels import cross_entropy
-from phalanx.layout import split_range
+from phalanx.layout import split_sizes
+from phalanx.parallel.tensor.entered import Entered, enter_whole
+from phalanx.parallel.tensor.split_logits import SplitLogits, head_losses
+
+Weights = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class Head:
+    """The logits of this rank's part of the vocabulary, whole where no loss is known to read them.
+
+    `multiply` forms them; `weights` gives weight and bias as they are for this rank. `is_chunked` leaves logits to the loss, which forms
+    a few at a time: it then calls the module once more, so that whatever brings its parameters does.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        logits: SplitLogits,
+        size: int,
+        multiply: Callable[[Entered], torch.Tensor],
+        weights: Callable[[], Weights],
+        *,
+        is_chunked: bool = False,
+    ):
+        self.module, self.logits, self.size, self.multiply, self.weights = module, logits, size, multiply, weights
+        self.is_chunked = is_chunked
+        self.asked: tuple[torch.Tensor, int] | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        axis = self.logits.axis
+        if self.asked is not None:
+            return head_losses(x, *self.weights(), self.logits.across(self.size), *self.asked)[0]
+        entered = enter_whole(x, axis)
+        if not self.logits.can_stand_in(self.size):
+            return comm.gather_from(self.multiply(entered), axis, -1, split_sizes(self.size, axis.size))
+        if self.is_chunked:
+            return self.logits.stand_in(entered.full, self.size, self._losses)
+        return self.logits.stand_in(self.multiply(entered), self.size)
+
+    def _losses(self, x: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.asked = labels, ignore_index
+        try:
+            return self.module(x), (labels != ignore_index).sum()
+        finally:
+            self.asked = None
 
 
 class VocabularyLoss:
-    """A causal loss that takes logits of this rank's tokens of the vocabulary, as well as whole ones."""
+    """A causal loss that takes logits in parts of the vocabulary, as well as whole ones."""
 
-    def __init__(self, axis: Axis):
-        self.axis = axis
+    def __init__(self, logits: SplitLogits):
+        self.logits = logits
 
     def __call__(
         self,
@@ -32,50 +74,10 @@ class VocabularyLoss:
         **unused: Any,
     ) -> torch.Tensor:
         """Called as `transformers` calls its own."""
-        low, high = split_range(vocab_size, self.axis.size, self.axis.index)
-        if logits.shape[-1] == vocab_size or logits.shape[-1] != high - low:
-            return cross_entropy.causal_loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
         if shift_labels is None:
             shift_labels = cross_entropy.next_tokens(labels, ignore_index)
-        loss_sum, count = split_cross_entropy_sum(logits, shift_labels.to(logits.device), self.axis, low, ignore_index)
-        return cross_entropy.mean_over(loss_sum, count, num_items_in_batch)
-
-
-def split_cross_entropy_sum(
-    logits: torch.Tensor, labels: torch.Tensor, axis: Axis, low: int, ignore_index: int = -100
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of the losses of all labels that are not `ignore_index`, and how many there are, the same on every rank.
-
-    Shapes: logits (..., V), the tokens from `low` on; labels (...), tokens of the whole vocabulary.
-    Cost: one maximum and two sums for each label. Grad: to the logits, without communication.
-    """
-    labels_N = labels.reshape(-1)
-    counted_N = labels_N != ignore_index
-    return _SplitCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), labels_N, counted_N, axis, low), counted_N.sum()
-
-
-class _SplitCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits_NV: torch.Tensor, labels_N: torch.Tensor, counted_N: torch.Tensor, axis: Axis, low: int) -> torch.Tensor:
-        wide = torch.float32 if logits_NV.dtype in (torch.bfloat16, torch.float16) else logits_NV.dtype
-        scores_NV = logits_NV.to(wide)
-        highest_N = scores_NV.amax(-1).contiguous()
-        comm.all_reduce(highest_N, axis, op="max")
-        is_here_N = counted_N & (labels_N >= low) & (labels_N < low + logits_NV.shape[-1])
-        place_N = (labels_N - low).masked_fill(~is_here_N, 0)
-        shifted_NV = scores_NV - highest_N[:, None]
-        chosen_N = shifted_NV.gather(1, place_N[:, None])[:, 0].masked_fill(~is_here_N, 0)
-        weights_NV = shifted_NV.exp_()
-        sums_2N = torch.stack([weights_NV.sum(-1), chosen_N])
-        comm.all_reduce(sums_2N, axis)
-        ctx.save_for_backward(weights_NV, sums_2N[0], place_N, is_here_N, counted_N)
-        ctx.dtype = logits_NV.dtype
-        return (sums_2N[0].log() - sums_2N[1]).masked_fill(~counted_N, 0).sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        weights_NV, sum_N, place_N, is_here_N, counted_N = ctx.saved_tensors
-        scale_N1 = (grad * counted_N)[:, None]
-        grad_NV = weights_NV * (scale_N1 / sum_N[:, None])
-        grad_NV.scatter_add_(1, place_N[:, None], -scale_N1 * is_here_N[:, None])
-        return grad_NV.to(ctx.dtype), None, None, None, None
+        found = self.logits.causal_sum(logits, shift_labels.to(logits.device), ignore_index)
+        if found is None:
+            plain = self.logits.plain(logits)
+            return cross_entropy.causal_loss(plain, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
+        return cross_entropy.mean_over(*found, num_items_in_batch)
