@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from phalanx.anatomy.file_names import FileNames, Source
+from phalanx.anatomy.file_names import FileNames
+from phalanx.booster.file_weights import fill_from_files
 from phalanx.booster.optimizer import BoostedOptimizer
 from phalanx.booster.training import Training
 from phalanx.checkpoint import load, require_all_ranks, save
-from phalanx.checkpoint.export import Weights, read_safetensors, write_safetensors
+from phalanx.checkpoint.export import read_safetensors, write_safetensors
 from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
 from phalanx.errors import CheckpointError, ConfigError
@@ -227,19 +228,8 @@ def load_model(training: Training, path: Path, axis: Axis) -> None:
             raise CheckpointError(f"{path} does not fit the model: {found}", allowed="exactly the model's names")
         with torch.no_grad():
             for piece in pieces:
-                _fill(piece, sources[piece.name], names, weights)
+                fill_from_files(piece, sources[piece.name], names, weights)
     training.engine.publish_all()
-
-
-def _fill(piece: Piece, sources: list[Source], names: FileNames, weights: Weights) -> None:
-    """This rank's part of a weight from its file, or of what several tensors of the files make up."""
-    if [source.file_name for source in sources] == [piece.name]:
-        weights.fill(piece, cast=True)
-        return
-    full = names.join(piece.name, sources, [weights.read(source.file_name) for source in sources])
-    if tuple(full.shape) != piece.layout.shape:
-        raise CheckpointError(f"{piece.name} is {tuple(full.shape)} in the files and {piece.layout.shape} in the model")
-    piece.tensor.copy_(piece.layout.take(full).reshape(-1)[slice(*piece.layout.run)].view(piece.tensor.shape))
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
