@@ -1,24 +1,14 @@
 """2D, 2.5D and 3D tensor parallelism give the numbers of one process: loss, every gradient, norm, weights after three steps, in float64."""
 
-from pathlib import Path
-
 import pytest
+from tensor_check import check
 
 from phalanx.errors import PlanError
 from phalanx.plan import Plan
-from phalanx.verify import verify_named
 
-USER_FILE = Path(__file__).with_name("tensor_programs.py")
 USER_MODELS = ("fused", "counted", "relative", "heads_6_2", "heads_6_3", "heads_12_3", "heads_4_1", "summed", "adapted")
 FAMILIES = ("tiny-llama", "tiny-gpt2", "tiny-qwen3", "tiny-bert", "tiny-t5", "tiny-vit", "tiny-opt", "tiny-phi3")
 GRIDS = [("tp4:2d", 4), ("tp8:2.5d2", 8), ("tp8:3d", 8)]
-
-
-def check(model, plan, world):
-    name = f"{USER_FILE}:{model}" if model in USER_MODELS else model
-    report = verify_named(name, plan, world)
-    assert report.ok, str(report)
-    assert report.worst_relative_error < 1e-9
 
 
 # Every grid, ZeRO over data and over the depth, and what is hard to read or to share out.
@@ -72,4 +62,4 @@ def test_the_options_of_the_file_form(options, tmp_path):
 
 def test_what_shares_a_part_of_a_projection_is_refused():
     with pytest.raises(PlanError, match="query_key_value cannot be cut"):
-        verify_named(f"{USER_FILE}:fused_4_1", "tp4:2d", 4)
+        check("fused_4_1", "tp4:2d", 4)

@@ -1,13 +1,10 @@
 """1D tensor parallelism gives the numbers of one process: loss, every gradient, norm, weights after three steps, in float64."""
 
-from pathlib import Path
-
 import pytest
+from tensor_check import check
 
 from phalanx.plan import Plan
-from phalanx.verify import verify_named
 
-USER_FILE = Path(__file__).with_name("tensor_programs.py")
 USER_MODELS = ("fused", "counted", "relative", "heads_6_2", "heads_6_3", "heads_12_3", "heads_4_1", "fused_4_1", "adapted")
 FAMILIES = tuple(
     f"tiny-{name}"
@@ -16,13 +13,6 @@ FAMILIES = tuple(
         *("bert", "vit", "t5", "whisper", "mixtral"),
     )
 )
-
-
-def check(model, plan, world):
-    name = f"{USER_FILE}:{model}" if model in USER_MODELS else model
-    report = verify_named(name, plan, world)
-    assert report.ok, str(report)
-    assert report.worst_relative_error < 1e-9
 
 
 # Every kind of plan, the fewest and the most ranks, and what is hard to read or to share out.
@@ -93,12 +83,9 @@ def test_inputs_that_are_gathered_again(model, terms, world, tmp_path):
 @pytest.mark.parametrize("clip_norm", [0.1, 1e-7])
 def test_clipping_counts_every_element_once(clip_norm):
     """A norm that each rank has whole, keys that two ranks share, and parts of all else."""
-    report = verify_named(f"{USER_FILE}:heads_6_2", "tp4", 4, clip_norm=clip_norm)
-    assert report.ok, str(report)
+    check("heads_6_2", "tp4", 4, clip_norm=clip_norm)
 
 
 @pytest.mark.parametrize("plan", ["tp3", "tp2+sp"])
 def test_adapters_of_peft_go_in_like_any_other_module(plan):
-    pytest.importorskip("peft")
-    report = verify_named(f"{USER_FILE}:adapters_of_peft", plan, int(plan[2]))
-    assert report.ok, str(report)
+    check("adapters_of_peft", plan, int(plan[2]))

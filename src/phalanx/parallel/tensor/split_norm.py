@@ -20,7 +20,7 @@ def standardised(x: torch.Tensor, axis: Axis, sizes: tuple[int, ...], eps: float
     Shapes: x (T, K); `sizes` are the features of each rank. Cost: 2(n - 1) numbers a row forward, 4(n - 1)/n backward.
     Source: Chan, Golub and LeVeque 1979.
     """
-    return _Standardised.apply(x, axis, sizes, eps)
+    return _Unit.apply(x, axis, sizes, eps, True)
 
 
 def scaled_to_one(x: torch.Tensor, axis: Axis, sizes: tuple[int, ...], eps: float) -> torch.Tensor:
@@ -28,49 +28,41 @@ def scaled_to_one(x: torch.Tensor, axis: Axis, sizes: tuple[int, ...], eps: floa
 
     Shapes: x (T, K). Cost: 2(n - 1)/n numbers a row forward, the same backward.
     """
-    return _ScaledToOne.apply(x, axis, sizes, eps)
+    return _Unit.apply(x, axis, sizes, eps, False)
 
 
-class _Standardised(torch.autograd.Function):
+class _Unit(torch.autograd.Function):
+    """Rows divided by the root of their mean square, about their mean where they are centred."""
+
     @staticmethod
-    def forward(ctx: Any, x_TK: torch.Tensor, axis: Axis, sizes: tuple[int, ...], eps: float) -> torch.Tensor:
+    def forward(ctx: Any, x_TK: torch.Tensor, axis: Axis, sizes: tuple[int, ...], eps: float, is_centred: bool) -> torch.Tensor:
         wide = _wide(x_TK)
-        mean_T, squares_T = _moments(wide, axis, sizes)
-        scale_T = (squares_T / sum(sizes) + eps).rsqrt()
-        unit_TK = (wide - mean_T) * scale_T
-        ctx.axis, ctx.width, ctx.dtype = axis, sum(sizes), x_TK.dtype
-        ctx.save_for_backward(unit_TK, scale_T)
-        return unit_TK.to(x_TK.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        unit_TK, scale_T = ctx.saved_tensors
-        grad_TK = grad.to(unit_TK.dtype)
-        sums_2T = torch.stack([grad_TK.sum(-1, keepdim=True), (grad_TK * unit_TK).sum(-1, keepdim=True)])
-        comm.all_reduce(sums_2T, ctx.axis)
-        plain_T, along_T = sums_2T / ctx.width
-        return ((grad_TK - plain_T - unit_TK * along_T) * scale_T).to(ctx.dtype), None, None, None
-
-
-class _ScaledToOne(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TK: torch.Tensor, axis: Axis, sizes: tuple[int, ...], eps: float) -> torch.Tensor:
-        wide = _wide(x_TK)
-        squares_T = wide.square().sum(-1, keepdim=True)
-        comm.all_reduce(squares_T, axis)
+        if is_centred:
+            mean_T, squares_T = _moments(wide, axis, sizes)
+            wide = wide - mean_T
+        else:
+            squares_T = wide.square().sum(-1, keepdim=True)
+            comm.all_reduce(squares_T, axis)
         scale_T = (squares_T / sum(sizes) + eps).rsqrt()
         unit_TK = wide * scale_T
-        ctx.axis, ctx.width, ctx.dtype = axis, sum(sizes), x_TK.dtype
+        ctx.axis, ctx.width, ctx.dtype, ctx.is_centred = axis, sum(sizes), x_TK.dtype, is_centred
         ctx.save_for_backward(unit_TK, scale_T)
         return unit_TK.to(x_TK.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         unit_TK, scale_T = ctx.saved_tensors
         grad_TK = grad.to(unit_TK.dtype)
-        along_T = (grad_TK * unit_TK).sum(-1, keepdim=True)
-        comm.all_reduce(along_T, ctx.axis)
-        return ((grad_TK - unit_TK * (along_T / ctx.width)) * scale_T).to(ctx.dtype), None, None, None
+        sums = [(grad_TK * unit_TK).sum(-1, keepdim=True)]
+        if ctx.is_centred:
+            sums.append(grad_TK.sum(-1, keepdim=True))
+        means = torch.stack(sums)
+        comm.all_reduce(means, ctx.axis)
+        means /= ctx.width
+        slope_TK = grad_TK - unit_TK * means[0]
+        if ctx.is_centred:
+            slope_TK -= means[1]
+        return (slope_TK * scale_T).to(ctx.dtype), None, None, None, None
 
 
 def _moments(x_TK: torch.Tensor, axis: Axis, sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
