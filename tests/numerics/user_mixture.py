@@ -124,6 +124,27 @@ def build_sharing():
     return model, criterion, batch
 
 
+class Scaling(Mixture):
+    """Weights scale what goes into an expert as well as what it gives out."""
+
+    def forward(self, x):
+        tokens = x.reshape(-1, WIDTH)
+        weights, chosen = self.router(tokens).softmax(-1).topk(self.num_choices, -1)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            token, choice = (chosen == number).nonzero(as_tuple=True)
+            weight = weights[token, choice, None]
+            out = out.index_add(0, token, weight * expert(weight * tokens[token]))
+        return out.view_as(x)
+
+
+def build_scaling():
+    model = Model()
+    for layer in model.layers:
+        layer.mixture = Scaling()
+    return model, criterion, batch
+
+
 class Alone(nn.Module):
     """One mixture that stands in no stack of layers, with experts large enough to be gathered one by one."""
 

@@ -7,6 +7,7 @@ import torch
 
 import phalanx as px
 from phalanx.errors import ConfigError, PlanError
+from phalanx.parallel.expert.losses import read_scores
 from phalanx.precision import lift_to_float64
 from phalanx.testing import run_ranks
 from phalanx.verify.batches import make_batch
@@ -123,6 +124,55 @@ def test_added_losses_are_those_of_one_process(name, plan, world):
     right = plain_steps(name, z=0.02, sequence=0.5)
     compare(run_ranks(planned_steps, world, name, plan, {"z": 0.02, "sequence": 0.5})[0], right)
     assert abs(right[0][0] - plain_steps(name)[0][0]) > 1e-3  # they are there
+
+
+def shares_of_choices(make, likely="softmax", num_choices=2, **options):
+    """What is read from a router that weighs its choices by `make(logits)`."""
+    logits = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    scores = make(logits)
+    weights, chosen = scores.topk(num_choices, -1)
+    return read_scores((options.pop("given", logits), 2.5 * weights / weights.sum(-1, keepdim=True), chosen), 5, likely, **options)
+
+
+def test_scores_are_read_from_what_a_router_gives_out():
+    logits = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    for likely in ("softmax", "sigmoid"):
+        assert shares_of_choices(lambda x: x.softmax(-1), likely, reads_logits=True) == "softmax"
+        assert shares_of_choices(torch.sigmoid, likely, reads_logits=True) == "sigmoid"
+        assert shares_of_choices(torch.sigmoid, likely, num_choices=1, reads_logits=True) == likely  # one choice tells nothing
+    assert shares_of_choices(lambda x: x.softmax(-1), given=logits.softmax(-1), reads_logits=False) == "plain"
+    with pytest.raises(ConfigError, match="gives out probabilities"):
+        shares_of_choices(lambda x: x.softmax(-1), given=logits.softmax(-1), reads_logits=True)
+    with pytest.raises(ConfigError, match="none of softmax, sigmoid"):
+        shares_of_choices(lambda x: x.exp() ** 2 + 1, reads_logits=True)
+    with pytest.raises(ConfigError, match="no logits"):
+        read_scores((logits[:, :2], logits, logits), 5, "softmax", reads_logits=True)
+
+
+def z_loss_of_a_block_of_ones_own(plan):
+    """The gradient of the first router, whose weights scale what goes into the experts and what comes out."""
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "numerics"))
+    import user_mixture
+
+    torch.manual_seed(0)
+    model, criterion, batch = user_mixture.build_scaling()
+    batches = [batch(0)]
+    booster = px.Booster(plan, routing=px.Routing(z=1.0))
+    with lift_to_float64():
+        model, _, _, loader, _ = booster.boost(model.double(), torch.optim.SGD(model.parameters(), lr=0.1), criterion, batches)
+        for rows in loader:
+            booster.forward_backward(rows)
+    return booster.gradients()["layers.0.mixture.router.weight"]
+
+
+def test_a_block_that_runs_twice_adds_its_loss_once():
+    right = z_loss_of_a_block_of_ones_own("zero0")
+    for plan in ("ep2", "ep2+recompute"):
+        for found in run_ranks(z_loss_of_a_block_of_ones_own, 2, plan):
+            torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("plan", ["zero1+ep2+acc2+recompute", "pp2+ep2"])

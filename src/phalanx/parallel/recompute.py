@@ -27,7 +27,6 @@ KEPT = frozenset(
         "aten::convolution",
         "aten::_grouped_mm",
         "phalanx::rows_times",
-        "phalanx::gated_experts",
         "aten::_scaled_mm",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu",

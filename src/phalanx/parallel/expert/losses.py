@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
 from torch.nn import functional as F
 
 from phalanx.cluster import comm
@@ -112,11 +113,12 @@ class RouterLosses:
         self.num_experts, self.scores, self.share = num_experts, scores, share
         self.z_weight, self.row_weight = routing.z, routing.sequence
         self.contexts, self.sequence = [axis for axis in contexts if axis.size > 1], sequence
-        self.num_rows = 0
+        self.num_rows, self.routed, self.is_read = 0, None, False
 
     def watch(self, block: nn.Module, router: nn.Module) -> None:
         block.register_forward_pre_hook(self._before_block)
         router.register_forward_hook(self._after_router)
+        block.register_forward_hook(self._after_block)
 
     @torch._dynamo.disable
     def _before_block(self, module: nn.Module, args: Any) -> None:
@@ -127,21 +129,28 @@ class RouterLosses:
                 allowed="a balance loss by rows for blocks that take [rows, length, width]",
                 remedy="Routing(sequence=0)",
             )
-        self.num_rows = hidden.shape[0]
+        self.num_rows, self.routed = hidden.shape[0], None
 
     @torch._dynamo.disable
-    def _after_router(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not module.training or not torch.is_grad_enabled():
+    def _after_router(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.routed = output
+
+    @torch._dynamo.disable
+    def _after_block(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Joins the backward where it always passes, and once, however often the block ran its router."""
+        if self.routed is None or not module.training or not torch.is_grad_enabled():
             return output
-        logits = output[0] if isinstance(output, tuple) else output
-        # Through a leaf of its own: the loss's gradient reaches the logits once, whatever else uses them.
+        if not self.is_read:
+            self.scores, self.is_read = read_scores(self.routed, self.num_experts, self.scores, reads_logits=self.z_weight > 0), True
+        logits = self.routed[0] if isinstance(self.routed, tuple) else self.routed
         loss = self.z_weight * (torch.logsumexp(logits.float(), -1) ** 2).sum() if self.z_weight else logits.new_zeros(())
         if self.row_weight:
-            loss = loss + self.row_weight * self._row_balance(logits.reshape(self.num_rows, -1, self.num_experts), output)
+            loss = loss + self.row_weight * self._row_balance(logits.reshape(self.num_rows, -1, self.num_experts), self.routed)
         self._print(loss)
+        self.routed = None
         if not isinstance(output, tuple):
             return _Differentiated.apply(output, loss, self.share)
-        return type(output)((output[0], _Differentiated.apply(output[1], loss, self.share), *output[2:]))
+        return type(output)((_Differentiated.apply(output[0], loss, self.share), *output[1:]))
 
     def _print(self, loss: torch.Tensor) -> None:
         """Adds the loss to what is printed. Cost: one all_reduce of a number where the sequence is split between layers."""
@@ -156,7 +165,7 @@ class RouterLosses:
         chosen = output[2].reshape(*logits_BSE.shape[:2], -1) if isinstance(output, tuple) else None
         if chosen is None:
             raise ConfigError("a router that returns logits alone does not say what was chosen", remedy="Routing(sequence=0)")
-        scores_BSE = logits_BSE.float().sigmoid() if self.scores == "sigmoid" else logits_BSE.float().softmax(-1)
+        scores_BSE = SCORES[self.scores](logits_BSE.float())
         scores_BSE = scores_BSE / scores_BSE.sum(-1, keepdim=True)
         counts_BE = torch.zeros_like(scores_BSE[:, 0]).scatter_add(
             1, chosen.flatten(1), torch.ones_like(chosen.flatten(1), dtype=scores_BSE.dtype)
@@ -166,6 +175,48 @@ class RouterLosses:
             comm.all_reduce(counts_BE, axis)
             comm.all_reduce(length, axis)
         return (counts_BE * sums_BE).sum() * self.num_experts / (chosen.shape[-1] * length)
+
+
+# What routers make of their logits before they choose and weigh.
+SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": lambda logits: logits.sigmoid(),
+    "plain": lambda scores: scores,
+}
+
+
+@torch.no_grad()
+def read_scores(routed: Any, num_experts: int, likely: str, *, reads_logits: bool) -> str:
+    """Which scores a router weighs choices by, read from the first thing that it gave out; `likely` where one choice tells nothing.
+
+    Cost: one host read, once a layer.
+    Raises: ConfigError for a router whose logits, weights or choices are not where losses look for them.
+    """
+    logits, weights, chosen = routed if isinstance(routed, tuple) and len(routed) == 3 else (routed, None, None)
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    if not torch.is_floating_point(logits) or logits.shape[-1] != num_experts:
+        raise _unreadable("gives out no logits, one for each expert, before all else")
+    if detect_fake_mode(logits) is not None:
+        return likely
+    logits = logits.float()
+    are_shares = bool((logits >= 0).all() & ((logits.sum(-1) - 1).abs() < 1e-3).all())
+    if reads_logits and are_shares:
+        raise _unreadable("gives out probabilities, of which a z-loss cannot be formed")
+    if chosen is None or chosen.is_floating_point() or chosen.shape[-1] < 2:
+        return "plain" if are_shares else likely
+    weights = weights.reshape(chosen.shape).float()
+    for name in ("plain",) if are_shares else (likely, *SCORES):
+        of_choices = SCORES[name](logits).reshape(-1, num_experts).gather(1, chosen.reshape(-1, chosen.shape[-1]).long())
+        across = weights.reshape(of_choices.shape) * of_choices[:, :1] - weights.reshape(of_choices.shape)[:, :1] * of_choices
+        if bool((across.abs() <= 0.02 * (weights.reshape(of_choices.shape)[:, :1] * of_choices).abs() + 1e-6).all()):
+            return name
+    raise _unreadable(f"weighs choices by scores that are none of {', '.join(SCORES)}")
+
+
+def _unreadable(fault: str) -> ConfigError:
+    return ConfigError(
+        f"a router {fault}", allowed="routers that return (logits, weights, choices), or logits", remedy="Routing() without z and sequence"
+    )
 
 
 class _Differentiated(torch.autograd.Function):

@@ -10,7 +10,6 @@ import torch
 from phalanx.anatomy.experts_seam import gates_as_usual
 from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
-from phalanx.kernels.gated_experts import gated_experts, is_faster
 from phalanx.kernels.grouped import grouped_linear
 from phalanx.kernels.silu_gate import silu_gate
 from phalanx.parallel.expert.capacity import Capacity
@@ -46,10 +45,6 @@ class StackedForward:
 
     def _compute(self, module: Any, sent: Dispatched) -> torch.Tensor:
         """The weighted sums over the experts of this rank, by the interface that the module follows. Shapes: [M, H]."""
-        is_plain = _gates_by_silu(module) and not module.has_bias and not module.has_post_expert_norm
-        if is_plain and is_faster(sent.x, sent.weights, module.gate_up_proj):
-            up, down = module.gate_up_proj, module.down_proj
-            return gated_experts(sent.x, sent.weights, sent.rows, sent.sizes, up, down, transposed=module.is_transposed)
         return sent.rows.add_up(self._products(module, sent.rows.take(sent.x), sent.sizes), sent.weights)
 
     def _products(self, module: Any, x_PH: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
@@ -72,8 +67,5 @@ def _inside(module: Any, inner: torch.Tensor) -> torch.Tensor:
     """What an expert does between its two products: its own gate or activation, the usual gate by one operation."""
     if not module.has_gate:
         return module.act_fn(inner)
-    return silu_gate(inner) if _gates_by_silu(module) else module._apply_gate(inner)
-
-
-def _gates_by_silu(module: Any) -> bool:
-    return module.has_gate and gates_as_usual(module) and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
+    is_usual = gates_as_usual(module) and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
+    return silu_gate(inner) if is_usual else module._apply_gate(inner)
