@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import ModuleType
+
 import pytest
 import torch
 
-from phalanx.kernels import attention_cpu, attention_reference
+from phalanx.kernels import attention_cpu, attention_device, attention_masked, attention_reference, attention_sight, attention_trial
 from phalanx.kernels.attention import Form, attend, choice, differentiate, merge
 from phalanx.kernels.attention_sight import MASK_ELEMENTS, Sight, Tokens, mask, pieces
+from phalanx.parallel.sequence.cut import reach_of
 
 CPU = torch.device("cpu")
 SIGHTS = [Sight(), Sight(after=0), Sight(before=3, after=0), Sight(before=2, after=2), Sight(before=100, after=0)]
@@ -106,3 +110,73 @@ def test_merging_parts_of_the_keys_gives_the_whole():
 def test_nothing_to_see_is_none():
     q, k, v, _ = _tensors()
     assert attend(q, k, v, Sight(after=0), Tokens(((0, 9),)), Tokens(((9, 20),)), Form(scale=1.0)) is None
+
+
+def _spoilt(name: str, change):
+    """The kernel of processors with one of its functions changed."""
+    kernel = ModuleType(f"spoilt.{name}")
+    kernel.TRIED, kernel.forward, kernel.backward = attention_cpu.TRIED, attention_cpu.forward, attention_cpu.backward
+    setattr(kernel, name, change)
+    return kernel
+
+
+def _scaled(function):
+    return lambda *tensors, form, **options: function(*tensors, form=dataclasses.replace(form, scale=form.scale * 1.2), **options)
+
+
+def _own_logsumexp(grad, q, k, v, out, lse, **options):
+    """Forgets that out and log-sum-exp are those of more keys."""
+    return attention_cpu.backward(grad, q, k, v, *attention_cpu.forward(q, k, v, **options), **options)
+
+
+def _no_mask(*tensors, seen, **options):
+    return attention_cpu.forward(*tensors, seen=None, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("forward", _scaled(attention_cpu.forward)),
+        ("backward", _scaled(attention_cpu.backward)),
+        ("backward", _own_logsumexp),
+        ("forward", _no_mask),
+        ("forward", lambda *tensors: None),
+    ],
+)
+def test_a_kernel_that_says_something_else_is_not_used(name, change):
+    assert attention_trial.flaw(attention_cpu, CPU, torch.float32) is None
+    assert attention_trial.flaw(attention_cpu, CPU, torch.bfloat16) is None
+    assert attention_trial.flaw(_spoilt(name, change), CPU, torch.float32) is not None
+
+
+@pytest.mark.parametrize(("kernel", "masked"), [(attention_device, False), (attention_masked, False), (attention_masked, True)])
+def test_kernels_of_accelerators_are_called_as_pytorch_wants_it(kernel, masked):
+    """Without data, by the rules that PyTorch has for shapes; their numbers are for `tests/gpu`."""
+    q, k, v, grad = (torch.empty(2, heads, 50, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2, 4))
+    seen = torch.empty(2, 1, 50, 50, dtype=torch.bool, device="meta") if masked else None
+    options = dict(form=Form(scale=0.3), causal=not masked, seen=seen, seed=0)
+    out, lse = kernel.forward(q, k, v, **options)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
+    found = kernel.backward(grad, q, k, v, out, lse, **options)
+    assert [gradient.shape for gradient in found] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("sight", SIGHTS, ids=str)
+def test_documents_of_one_row_are_computed_one_by_one_without_masks(sight, monkeypatch):
+    monkeypatch.setattr(attention_sight, "SHORTEST_TILE", 1)
+    documents = torch.repeat_interleave(torch.arange(5), torch.tensor([1, 9, 3, 4, 7]))[None]
+    reach = reach_of(documents, None, 24)
+    for query_ranges in BLOCKS:
+        for key_ranges in BLOCKS:
+            pick = lambda ranges: Tokens(ranges, torch.cat([documents[:, a:b] for a, b in ranges], 1), reach=reach)  # noqa: E731
+            queries, keys = pick(query_ranges), pick(key_ranges)
+            expected = mask(sight, queries, keys, CPU)[0, 0].long()
+            found = torch.zeros_like(expected)
+            for piece in pieces(sight, queries, keys, num_rows=1):
+                area = found[piece.queries, piece.keys]
+                part = torch.ones_like(area) if piece.kind == "all" else torch.ones_like(area).tril()
+                if piece.kind == "masked":
+                    taken = (Tokens(tokens.take(part).ranges) for tokens, part in ((queries, piece.queries), (keys, piece.keys)))
+                    part = mask(sight, *taken, CPU)[0, 0].long()
+                area += part
+            assert torch.equal(found, expected), (query_ranges, key_ranges)

@@ -18,6 +18,7 @@ EXAMPLE = "phalanx doctor --json"
 OPTIONAL_PACKAGES = {
     "matplotlib": "no pictures of runs; pip install 'phalanx[pictures]'",
     "tensorboard": "no export to TensorBoard; pip install 'phalanx[tensorboard]'",
+    "flash_attn": "attention with a soft cap is computed by its definition on an accelerator; pip install 'phalanx[flash]'",
     "triton": "torch.compile makes no kernels for an accelerator",
 }
 FEWEST_OPEN_FILES = 1024
@@ -50,7 +51,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def examine() -> list[Finding]:
     """Everything that is looked at, the most important first."""
-    return [*_required_packages(), *_devices(), *_communication(), *_limits(), *_optional_packages(), *_programs()]
+    return [*_required_packages(), *_devices(), *_attention(), *_communication(), *_limits(), *_optional_packages(), *_programs()]
 
 
 def _required_packages() -> list[Finding]:
@@ -88,6 +89,19 @@ def _devices() -> list[Finding]:
             0, Finding("accelerator", "missing", "none", "everything runs on the processor, which suits models of a few million parameters")
         )
     return findings
+
+
+def _attention() -> list[Finding]:
+    """The fused kernels that say here what the definition says; the log tells of those that do not."""
+    import torch
+
+    from phalanx.cluster import device
+    from phalanx.kernels.attention import sound_kernels
+
+    kind = device.available()[0]
+    found = sound_kernels(torch.device(kind))
+    cost = "" if found else "attention is computed by its definition, slowly"
+    return [Finding(f"attention on {kind}", "ok" if found else "missing", ", ".join(found) or "no fused kernel", cost)]
 
 
 def _communication() -> list[Finding]:

@@ -14,10 +14,14 @@ from types import ModuleType
 
 import torch
 
-from phalanx.kernels import attention_cpu, attention_device, attention_reference
+from phalanx.kernels import attention_cpu, attention_device, attention_masked, attention_package, attention_reference
 from phalanx.kernels.attention_sight import Piece, Sight, Tokens, mask, pieces
+from phalanx.kernels.attention_trial import is_sound
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+# In the order in which they are preferred.
+FUSED = (attention_cpu, attention_package, attention_device, attention_masked)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,11 +46,18 @@ def wide_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def choice(q: torch.Tensor, v: torch.Tensor, form: Form, masked: bool) -> ModuleType:
-    """The kernel for a piece: PyTorch's fused ones where they are exact for it, else `attention_reference`."""
-    for kernel in (attention_cpu, attention_device):
-        if kernel.takes(q, v, softcap=form.softcap, dropout=form.dropout, masked=masked):
+    """The kernel for a piece: the first fused one that takes it and was found sound on its device, else `attention_reference`."""
+    for kernel in FUSED:
+        if kernel.takes(q, v, softcap=form.softcap, dropout=form.dropout, masked=masked) and is_sound(kernel, q):
             return kernel
     return attention_reference
+
+
+def sound_kernels(device: torch.device) -> list[str]:
+    """The fused kernels that this device has and that were found sound on it, by name."""
+    like = torch.zeros(1, 1, 8, 64, device=device, dtype=torch.float32 if device.type == "cpu" else torch.bfloat16)
+    usable = [kernel for kernel in FUSED if kernel.takes(like, like, softcap=None, dropout=0.0, masked=False) and is_sound(kernel, like)]
+    return [kernel.__name__.rpartition(".")[2] for kernel in usable]
 
 
 def attend(

@@ -9,6 +9,9 @@ import torch
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
+# What `attention_trial` tries out.
+TRIED = ("all", "causal", "masked")
+
 
 def takes(q: torch.Tensor, v: torch.Tensor, *, softcap: float | None, dropout: float, masked: bool) -> bool:
     return q.device.type == "cpu" and q.is_floating_point() and q.shape[3] == v.shape[3] and softcap is None and not dropout

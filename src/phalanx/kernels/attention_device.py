@@ -9,6 +9,9 @@ import torch
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 
+# What `attention_trial` tries out.
+TRIED = ("all", "causal")
+
 
 def takes(q: torch.Tensor, v: torch.Tensor, *, softcap: float | None, dropout: float, masked: bool) -> bool:
     fits = q.shape[3] == v.shape[3] and q.shape[3] % 8 == 0 and q.shape[3] <= 256

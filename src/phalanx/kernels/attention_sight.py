@@ -93,6 +93,9 @@ def pieces(sight: Sight, queries: Tokens, keys: Tokens, *, num_rows: int, masked
     """What of a block is to be computed, in ascending order of queries; `masked`: a mask comes on top, whatever is seen."""
     if not queries.length or not keys.length:
         return []
+    documents = [] if masked or num_rows > 1 or keys.hidden is not None else _documents(queries)
+    if documents:
+        return [piece for document in documents for piece in _of_document(sight, queries, keys, document)]
     if masked or queries.documents is not None or keys.hidden is not None:
         return list(_tiles(sight, queries, keys, slice(0, queries.length), num_rows))
     if sight == Sight(after=0) and queries.ranges == keys.ranges:
@@ -146,6 +149,30 @@ def _of_range(sight: Sight, queries: Tokens, keys: Tokens, part: slice, places: 
         if seen or is_diagonal:
             whole.append(Piece(part, numbers, "causal" if is_diagonal else "all"))
     yield from whole
+
+
+def _documents(tokens: Tokens) -> list[Range]:
+    """The places of the documents that a single row's tokens belong to; none where they are not known, or too short to go one by one."""
+    if tokens.documents is None or tokens.reach is None:
+        return []
+    reach = torch.cat([tokens.reach[start:stop] for start, stop in tokens.ranges])
+    begins = torch.ones(len(reach), dtype=torch.bool)
+    begins[1:] = reach[1:, 0] != reach[:-1, 0]
+    documents = [(first, last) for first, last in reach[begins].tolist()]
+    return documents if len(documents) * SHORTEST_TILE <= max(tokens.length, SHORTEST_TILE) else []
+
+
+def _of_document(sight: Sight, queries: Tokens, keys: Tokens, document: Range) -> Iterator[Piece]:
+    """What is to be computed between the tokens of one document, where no other document has to be masked."""
+    asking, asked = queries.numbers_within(*document), keys.numbers_within(*document)
+    inner = (Tokens(tokens.take(part).ranges) for tokens, part in ((queries, asking), (keys, asked)))
+    for piece in pieces(sight, *inner, num_rows=1):
+        rows, columns = piece.queries, piece.keys
+        yield Piece(
+            slice(rows.start + asking.start, rows.stop + asking.start),
+            slice(columns.start + asked.start, columns.stop + asked.start),
+            piece.kind,
+        )
 
 
 def _joined(found: list[Piece], piece: Piece) -> list[Piece]:
