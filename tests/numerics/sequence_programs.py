@@ -30,8 +30,8 @@ class Attention(nn.Module):
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(tokens, tokens, dtype=torch.bool).tril())
         elif self.kind == "encoder":
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=shown[:, None, None, :])
-        else:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:  # many models take one token for a step of generation
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=tokens > 1)
         return self.outward(out.transpose(1, 2).reshape(rows, tokens, -1))
 
 
@@ -60,6 +60,7 @@ class Transformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
         self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True) if kind == "recurrent" else None
         self.learned = nn.Parameter(torch.randn(1, 32, WIDTH) * 0.1) if kind == "sliced" else None
+        self.gate = nn.Parameter(torch.zeros(WIDTH)) if kind == "gated" else None
 
     def forward(self, ids, targets=None):
         x = self.tokens(ids)
@@ -73,6 +74,8 @@ class Transformer(nn.Module):
             x = x + self.recurrent(x)[0]
         if self.kind == "pooled":
             x = x + torch.tanh(x.mean(1, keepdim=True))
+        if self.gate is not None:
+            x = x + self.gate * x.mean(1, keepdim=True)
         logits = self.head(self.norm(x))
         return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
 
@@ -139,6 +142,24 @@ def own_recurrent():
 
 def own_pooled():
     return with_criterion("pooled")
+
+
+def own_gated():
+    """A way that is shut at first: a trial on the first weights alone would not see what goes through it."""
+    return with_criterion("gated")
+
+
+def shortened(length: int):
+    return Transformer(), sum_and_count, lambda step: tuple(part[:, :length] for part in own_batch(step))
+
+
+def own_one():
+    return shortened(1)
+
+
+def own_three():
+    """Fewer tokens than ranks: none may be left with a single one, which this model does not take for causal."""
+    return shortened(3)
 
 
 def own_sliced():
@@ -209,6 +230,82 @@ def qwen3_packed():
 
 def gemma2_packed():
     return gemma2(), packed_batch
+
+
+def llama_heads():
+    """As many heads as tokens, and a mask for each."""
+
+    def batch(step):
+        ids, mask = draw(step, ROWS, 8), torch.rand(ROWS, 8, 8, 8, generator=torch.Generator().manual_seed(step)) < 0.5
+        return {"input_ids": ids, "attention_mask": mask | torch.eye(8, dtype=torch.bool), "labels": ids}
+
+    return llama(), batch
+
+
+def gemma2_masks():
+    """Masks of one's own for each kind of layer."""
+    whole = torch.zeros(ROWS, 1, LENGTH, LENGTH, dtype=torch.float64).masked_fill(torch.ones(LENGTH, LENGTH).triu(1) > 0, -1e30)
+    masks = {"full_attention": whole, "sliding_attention": whole.masked_fill(torch.ones(LENGTH, LENGTH).tril(-4) > 0, -1e30)}
+    return gemma2(), lambda step: {"input_ids": draw(step, ROWS, LENGTH), "labels": draw(step, ROWS, LENGTH), "attention_mask": masks}
+
+
+class Values(nn.Module):
+    """A body of transformers under a head of one's own, which gives every name another."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = llama().model
+        self.head = nn.Linear(self.body.config.hidden_size, 1)
+
+    def forward(self, ids, shown=None, places=None, **rest):
+        given = {"input_ids": ids, "attention_mask": shown, "position_ids": places, "use_cache": False}
+        return self.head(self.body(**given).last_hidden_state)[..., 0]
+
+
+def squares(values, batch):
+    counted = batch["counted"]
+    return ((values - 1.0) ** 2 * counted).sum(), counted.sum()
+
+
+def values_masked():
+    def batch(step):
+        given = padded_batch(step)
+        return {"ids": given["input_ids"], "shown": given["attention_mask"], "counted": given["attention_mask"].double()}
+
+    return Values(), squares, batch
+
+
+def values_packed():
+    """Documents begin in rows that no trial on the first ones sees."""
+    counted, places = torch.ones(ROWS, LENGTH, dtype=torch.float64), torch.arange(LENGTH).repeat(ROWS, 1)
+    places[2] = positions_of(DOCUMENTS)
+    return Values(), squares, lambda step: {"ids": draw(step, ROWS, LENGTH), "places": places, "counted": counted}
+
+
+def encoder_decoder():
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    of_each = {"layers": 1, "attention_heads": 2, "ffn_dim": 16}
+    sizes = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in of_each.items()}
+    return BartForConditionalGeneration(BartConfig(vocab_size=VOCABULARY, d_model=16, max_position_embeddings=64, dropout=0.0, **sizes))
+
+
+def two_texts(step):
+    ids = draw(step, ROWS, LENGTH)
+    return {"input_ids": ids, "decoder_input_ids": ids.flip(1), "labels": draw(step + 1, ROWS, LENGTH)}
+
+
+def bart():
+    return encoder_decoder(), two_texts
+
+
+def bart_masked():
+    """Only the encoder's padding is hidden: one mask of the batch does not speak of both."""
+    return encoder_decoder(), lambda step: {**two_texts(step), "attention_mask": padded_batch(step, "right")["attention_mask"]}
+
+
+def llama_overlong():
+    return llama(), lambda step: {**short_batch(step), "attention_mask": torch.ones(ROWS, 5, dtype=torch.long)}
 
 
 def llama_left():

@@ -85,6 +85,35 @@ def test_evaluation_is_cut_and_the_model_is_itself_outside_of_steps():
         assert implementation == "sdpa"
 
 
+def _evaluation_of_documents(plan: str) -> tuple[float, float]:
+    batch = programs.packed_batch(0)
+    del batch["use_cache"]
+    model = _llama()
+    with torch.no_grad():
+        expected = float(model.eval()(**batch, use_cache=False).loss)
+    booster, *_ = _boosted(plan, model)
+    return expected, booster.evaluate(batch).loss
+
+
+@pytest.mark.parametrize("plan", ["zero0", "ring2"])
+def test_documents_are_apart_in_an_evaluation_too(plan):
+    """A cache, which models keep where nobody forbids it, would hide their borders."""
+    for expected, found in run_ranks(_evaluation_of_documents, 1 if plan == "zero0" else 2, plan):
+        assert abs(expected - found) < 1e-6
+
+
+def _another_kind_of_batch() -> None:
+    booster, *_ = _boosted("ring2", programs.encoder_decoder().double())
+    plain = programs.two_texts(0)
+    booster.step(plain)
+    booster.step({**plain, "attention_mask": torch.ones_like(plain["input_ids"])})
+
+
+def test_a_batch_of_another_kind_is_tried_out_as_well():
+    with pytest.raises(RankError, match=r"decoder.* mixes tokens"):
+        run_ranks(_another_kind_of_batch, 2)
+
+
 def _hand_written() -> None:
     booster, model, optimizer = _boosted("ring2", _llama())
     booster.backward(model(**_batch()).loss, optimizer)

@@ -57,6 +57,15 @@ def test_a_mask_of_ones_own_is_refused():
         calls_of(Transformer("mask"), ids=TOKENS)
 
 
+def test_what_pytorch_would_refuse_or_spread_is_refused():
+    q, mask = torch.zeros(2, 4, 9, 3), torch.ones(2, 1, 1, 9, dtype=torch.bool)
+    with AttentionSeam(Transformer()).exchanged(lambda call: call.q):
+        with pytest.raises(PlanError, match="both a mask and is_causal"):
+            F.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=True)
+        with pytest.raises(PlanError, match="2 rows of queries and 1 of keys"):
+            F.scaled_dot_product_attention(q, q[:1], q[:1])
+
+
 def test_outside_nothing_has_changed():
     model, original = build_tiny("tiny-llama")[0].eval(), F.scaled_dot_product_attention
     implementation = model.config._attn_implementation

@@ -7,7 +7,7 @@ from phalanx.anatomy.entry import Entry
 from phalanx.anatomy.groups import Group
 from phalanx.anatomy.locality import make_local
 from phalanx.anatomy.loss_seam import replace_causal_loss
-from phalanx.anatomy.mask_source import Seen
+from phalanx.anatomy.mask_source import Seen, takes_cache
 from phalanx.anatomy.norms import Norm, read_norm
 from phalanx.anatomy.own_loss import OwnLoss, own_loss
 from phalanx.anatomy.positions import length_dependent_positions, own_positions
@@ -50,6 +50,7 @@ __all__ = [
     "read_stream",
     "replace_causal_loss",
     "stacks_of",
+    "takes_cache",
     "tie_groups",
     "tree",
     "whole",

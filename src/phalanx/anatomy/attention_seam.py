@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -93,8 +93,19 @@ class AttentionSeam:
             stack.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation_internal)
             config._attn_implementation_internal = self.key
 
-    def _mask(self, *, batch_size: int, q_length: int, kv_length: int, mask_function: Callable, device: Any, **unused: Any) -> torch.Tensor:
-        return self.stand_in(read_mask(mask_function), (batch_size, 1, q_length, kv_length), device)
+    def _mask(
+        self,
+        *,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        mask_function: Callable,
+        device: Any,
+        attention_mask: torch.Tensor | None = None,
+        **unused: Any,
+    ) -> torch.Tensor:
+        seen = replace(read_mask(mask_function), shown=None if attention_mask is None else attention_mask.bool())
+        return self.stand_in(seen, (batch_size, 1, q_length, kv_length), device)
 
     def _attend(
         self,
@@ -170,6 +181,9 @@ class AttentionSeam:
             raise PlanError(
                 f"{name} calls scaled_dot_product_attention with {query.dim()} dimensions", allowed="(rows, heads, tokens, width)"
             )
+        if query.shape[0] != key.shape[0] or (attn_mask is not None and is_causal):
+            found = "both a mask and is_causal" if attn_mask is not None else f"{query.shape[0]} rows of queries and {key.shape[0]} of keys"
+            raise PlanError(f"{name} calls scaled_dot_product_attention with {found}", allowed="one of the two, and as many rows of each")
         seen = self._seen(name, attn_mask, is_causal)
         assert self.attention is not None
         return self.attention(Call(name, query, key, value, seen, query.shape[-1] ** -0.5 if scale is None else scale, None, dropout_p))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from phalanx.errors import PlanError
 
@@ -17,7 +19,7 @@ class Seen:
 
     `by_document`: it sees no other document of its row. `by_padding`: it sees nothing where the batch's attention mask is 0.
     `dense` is a mask for whole rows that the program itself gave: true where a key is seen, or added to the scores. `shown` says
-    which of the keys at hand are seen, by all queries alike.
+    which of the keys at hand are seen, by all queries alike; `by_padding` comes before it where the batch has an attention mask.
     Shapes: `dense` (B or 1, heads or 1, whole row, whole row), `shown` (B, keys at hand).
     """
 
@@ -41,6 +43,14 @@ def read_mask(function: Callable) -> Seen:
     # Bidirectional masks of transformers do not know documents; causal ones do, where there is no padding mask.
     nearest, farthest = min(before, default=None), min(after, default=None)
     return Seen(before=nearest, after=farthest, by_document=("after", 0) in limits, by_padding=True)
+
+
+def takes_cache(model: nn.Module) -> bool:
+    """Whether a model keeps keys and values unless it is told not to; with them `transformers` sees no borders of documents."""
+    if not hasattr(getattr(model, "config", None), "use_cache"):
+        return False
+    accepted = inspect.signature(model.forward).parameters
+    return "use_cache" in accepted or any(item.kind is inspect.Parameter.VAR_KEYWORD for item in accepted.values())
 
 
 def _limits(function: Callable) -> set[tuple[str, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.anatomy import is_batch_dependent, layer_stacks, replace_causal_loss
+from phalanx.anatomy import is_batch_dependent, layer_stacks, replace_causal_loss, takes_cache
 from phalanx.booster import tensor_parallel
 from phalanx.booster.mixtures import place_experts, sum_balance_losses
 from phalanx.booster.roles import AxisRoles
@@ -165,17 +164,13 @@ def cast_inputs(model: nn.Module, context: Context) -> nn.Module:
 
 def train_without_cache(model: nn.Module, context: Context) -> nn.Module:
     """Training keeps no cache of keys and values: it costs memory, and with it `transformers` does not see document borders."""
-    if not hasattr(getattr(model, "config", None), "use_cache"):
-        return model
-    accepted = inspect.signature(model.forward).parameters
-    if "use_cache" not in accepted and not any(item.kind is inspect.Parameter.VAR_KEYWORD for item in accepted.values()):
-        return model
+    if takes_cache(model):
 
-    @torch._dynamo.disable
-    def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return args, {"use_cache": False, **kwargs} if module.training else kwargs
+        @torch._dynamo.disable
+        def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            return args, {"use_cache": False, **kwargs} if module.training else kwargs
 
-    model.register_forward_pre_hook(before, with_kwargs=True)
+        model.register_forward_pre_hook(before, with_kwargs=True)
     return model
 
 

@@ -18,11 +18,13 @@ from phalanx.booster.sequences import Part, SplitSequences, row_length
 from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
 from phalanx.data import num_rows, take_rows
-from phalanx.errors import PlanError
+from phalanx.errors import PhalanxError, PlanError
 from phalanx.memory.stream import tensors_in
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 MOST_ROWS = 2
+# What a layer's scale begins with where it begins small.
+LARGEST_SHUT = 0.1
 # Tokens of a part in the trial: odd, so that few other dimensions of a model have this size.
 PART_TOKENS = 11
 
@@ -35,19 +37,20 @@ def prove(sequences: SplitSequences, batch: Any, evaluate: Evaluate, world: Axis
     Cost: forwards of at most `PART_TOKENS` tokens a rank and rows of `MOST_ROWS`, once.
     Raises: PlanError on every rank, naming the module that mixes tokens, or the loss that does not add up.
     """
-    sequences.is_proven = True
+    sequences.proven.add(sequences.kind(batch))
     if any(detect_fake_mode(tensor) is not None for tensor in tensors_in(batch)):
         sequences.position_sites = set()
         return
     short = _short(batch, sequences.grid.size)
-    model = sequences.model
-    with torch.no_grad(), _evaluating(model):
+    model, sequences.position_sites = sequences.model, None
+    styles = sorted(sequences.label_styles(), key=lambda style: style != sequences.label_style)
+    with torch.no_grad(), _evaluating(model), _opened(model):
         with _recorded(model) as whole:
             expected = torch.stack([value.double() for value in evaluate(sequences.whole(short))])
         problem: str | None = None
-        for style in sequences.label_styles():
+        for style in styles:
             sequences.label_style = style
-            with sequences.running(short) as local, _recorded(model) as parts:
+            with sequences.running(short) as local, _recorded(model) as parts, _refusing(sequences):
                 found = torch.stack([value.double() for value in evaluate(local)])
             problem = _first(_mixing_module(whole, parts, sequences.part(short)), world)
             if problem is not None:
@@ -55,15 +58,30 @@ def prove(sequences: SplitSequences, batch: Any, evaluate: Evaluate, world: Axis
             problem = _first(_unequal_loss(expected, found, sequences), world)
             if problem is None:
                 break
-        problem = problem or _first(_hidden_problem(sequences, short, evaluate), world)
+        problem = problem or _first(_told_problem(sequences, short, evaluate, world), world)
     sequences.position_sites = sequences.found_sites
     if problem is None:
         return
-    raise PlanError(
+    raise _refusal(problem, sequences)
+
+
+def _refusal(problem: str, sequences: SplitSequences) -> PlanError:
+    return PlanError(
         f"{problem}, and the plan cuts sequences over {sequences.grid.size} ranks",
         allowed="modules that treat each token by itself, and attention through transformers or scaled_dot_product_attention",
         remedy="a plan without cp",
     )
+
+
+@contextmanager
+def _refusing(sequences: SplitSequences) -> Iterator[None]:
+    """What a model raises on parts of rows that ran whole says that it cannot be cut."""
+    try:
+        yield
+    except PhalanxError:
+        raise
+    except Exception as error:
+        raise _refusal(f"the model raises {type(error).__name__} on parts of rows, but not on whole ones ({error})", sequences) from error
 
 
 def _short(batch: Any, size: int) -> Any:
@@ -72,34 +90,51 @@ def _short(batch: Any, size: int) -> Any:
     rows, tokens = take_rows(batch, 0, min(MOST_ROWS, total), total), min(length, size * PART_TOKENS - 1)
 
     def shorten(name: str, value: Any) -> Any:
+        if name.endswith("attention_mask") and isinstance(value, Mapping):
+            return {kind: shorten(name, mask) for kind, mask in value.items()}
         if not isinstance(value, torch.Tensor) or value.dim() < 2:
             return value
-        if name == "attention_mask":
+        if name.endswith("attention_mask"):
             return torch.ones_like(value[:, :tokens]) if value.dim() == 2 else value[..., :tokens, :tokens]
         if name == "labels" and not value.is_floating_point():  # then every label counts, and one that is lost is missed
             value = value.clamp(min=0)
         return value[:, :tokens] if value.shape[1] == length else value
 
-    if isinstance(rows, Mapping):
-        return {name: shorten(name, value) for name, value in rows.items()}
-    if isinstance(rows, tuple | list):
-        return type(rows)(shorten("labels" if number == len(rows) - 1 else "", value) for number, value in enumerate(rows))
-    return shorten("", rows)
+    return _mapped(rows, shorten)
 
 
-def _hidden_problem(sequences: SplitSequences, short: Any, evaluate: Evaluate) -> str | None:
-    """What differs where the attention mask hides the first two tokens and the last: some models count positions by it."""
-    mask = short.get("attention_mask") if isinstance(short, Mapping) else None
+def _told_problem(sequences: SplitSequences, short: Any, evaluate: Evaluate, world: Axis) -> str | None:
+    """What differs where masks hide the first two tokens and the last, and positions begin anew, under whatever names they come."""
     length = row_length(short)
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or length < 5:
-        return None
     hidden = [0, 1, length - 1]
-    padded = {**short, "attention_mask": mask.index_fill(1, torch.tensor(hidden, device=mask.device), 0)}
+    told = _mapped(short, lambda name, value: _told(value, hidden) if name != "labels" and length >= 5 else value)
+    is_same = all(before is after for before, after in zip(tensors_in(short), tensors_in(told), strict=True))
+    if all(comm.gather_objects(is_same, world)):  # ranks with other rows may find nothing to change, but take part
+        return None
     with _recorded(sequences.model) as whole:
-        evaluate(sequences.whole(padded))
-    with sequences.running(padded) as local, _recorded(sequences.model) as parts:
+        evaluate(sequences.whole(told))
+    with sequences.running(told) as local, _recorded(sequences.model) as parts, _refusing(sequences):
         evaluate(local)
-    return _mixing_module(whole, parts, sequences.part(padded), hidden)
+    return _mixing_module(whole, parts, sequences.part(told), hidden)
+
+
+def _told(value: Any, hidden: list[int]) -> Any:
+    """What may be a mask with some tokens hidden, what may be positions with a document more; anything else as it is."""
+    if not isinstance(value, torch.Tensor) or value.dim() != 2 or value.is_floating_point():
+        return value
+    if bool(((value == 0) | (value == 1)).all()):
+        return value.index_fill(1, torch.tensor(hidden, device=value.device), 0)
+    numbers = torch.arange(value.shape[1], device=value.device, dtype=value.dtype)
+    return numbers.remainder(value.shape[1] // 2).expand(value.shape) if bool((value == numbers).all()) else value
+
+
+def _mapped(batch: Any, change: Callable[[str, Any], Any]) -> Any:
+    """The batch with every entry changed; the last of a tuple is called "labels"."""
+    if isinstance(batch, Mapping):
+        return {name: change(str(name), value) for name, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return type(batch)(change("labels" if 0 < number == len(batch) - 1 else "", value) for number, value in enumerate(batch))
+    return change("", batch)
 
 
 @contextmanager
@@ -111,6 +146,39 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def _opened(model: nn.Module) -> Iterator[None]:
+    """Gates that training opens later stand open, since what they shut off is seen by no trial.
+
+    A parameter of one small value throughout has others while its own module runs: after a sharded one has come, before it goes.
+    """
+    opened: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+
+    def before(module: nn.Module, args: Any) -> None:
+        shut = [parameter.data for parameter in module.parameters(recurse=False) if _is_shut(parameter.data)]
+        opened.append([(values, values.clone()) for values in shut])
+        for values in shut:
+            values.copy_(torch.arange(values.numel(), device=values.device).cos().view(values.shape) / 2)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        for values, kept in opened.pop():
+            values.copy_(kept)
+
+    handles = [module.register_forward_pre_hook(before) for module in model.modules()]
+    handles += [module.register_forward_hook(after, prepend=True, always_call=True) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_shut(values: torch.Tensor) -> bool:
+    if type(values) is not torch.Tensor or values.is_meta or not values.is_floating_point() or not values.numel():
+        return False
+    return bool((values == values.flatten()[0]).all() & (values.abs() < LARGEST_SHUT).all())
 
 
 Record = tuple[str, list[torch.Tensor], list[torch.Tensor]]
@@ -186,19 +254,25 @@ class _Look:
         return all(self.same(left, right) for left, right in zip(whole, parts))
 
     def has_tokens(self, whole: torch.Tensor, found: torch.Tensor) -> bool:
-        return whole.shape != found.shape and self._token_dim(whole, found) is not None
+        return bool(self._token_dims(whole, found))
 
     def same(self, whole: torch.Tensor, found: torch.Tensor) -> bool:
         """Masks, and what has neither equal shapes nor one dimension of tokens, are not judged."""
         if whole.dtype == torch.bool or not whole.dim():
             return True
-        if whole.shape != found.shape:
-            dim = self._token_dim(whole, found)
-            if dim is None:
-                return True
-            # Rows and tokens may lie in one dimension.
-            whole = whole.unflatten(dim, (-1, self.length)).index_select(dim + 1, self.places.to(whole.device))
-            found = found.unflatten(dim, (-1, self.local)).index_select(dim + 1, self.keep.to(found.device))
+        dims = self._token_dims(whole, found)
+        if whole.shape == found.shape and self._equal(whole, found):
+            return True
+        return any(self._equal_tokens(whole, found, dim) for dim in dims) if dims else whole.shape != found.shape
+
+    def _equal_tokens(self, whole: torch.Tensor, found: torch.Tensor, dim: int) -> bool:
+        """Whether the tokens of this rank agree; rows and tokens may lie in one dimension."""
+        whole = whole.unflatten(dim, (-1, self.length)).index_select(dim + 1, self.places.to(whole.device))
+        found = found.unflatten(dim, (-1, self.local)).index_select(dim + 1, self.keep.to(found.device))
+        return self._equal(whole, found)
+
+    @staticmethod
+    def _equal(whole: torch.Tensor, found: torch.Tensor) -> bool:
         if not whole.numel():
             return True
         if not whole.is_floating_point():
@@ -206,14 +280,15 @@ class _Look:
         difference = float((whole.double() - found.double()).abs().nan_to_num(torch.inf).max())
         return difference <= TOLERANCE.get(whole.dtype, 1e-3) * max(float(whole.double().abs().max()), 1e-30)
 
-    def _token_dim(self, whole: torch.Tensor, found: torch.Tensor) -> int | None:
-        """The one dimension in which a part of the rows is shorter than the whole."""
+    def _token_dims(self, whole: torch.Tensor, found: torch.Tensor) -> list[int]:
+        """The one dimension in which a part of the rows is shorter than the whole; where it has their length, those that may be it."""
         if whole.dim() != found.dim():
-            return None
+            return []
+        is_of_tokens = lambda dim: whole.shape[dim] * self.local == found.shape[dim] * self.length and not whole.shape[dim] % self.length  # noqa: E731
+        if whole.shape == found.shape:
+            return [dim for dim in range(whole.dim()) if is_of_tokens(dim)]
         dims = [dim for dim in range(whole.dim()) if whole.shape[dim] != found.shape[dim]]
-        if len(dims) != 1 or whole.shape[dims[0]] % self.length or found.shape[dims[0]] % self.local:
-            return None
-        return dims[0] if whole.shape[dims[0]] // self.length == found.shape[dims[0]] // self.local else None
+        return dims if len(dims) == 1 and is_of_tokens(dims[0]) else []
 
 
 def _unequal_loss(expected: torch.Tensor, found: torch.Tensor, sequences: SplitSequences) -> str | None:

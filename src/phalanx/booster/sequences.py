@@ -14,7 +14,7 @@ from torch import nn
 from torch._guards import detect_fake_mode
 from torch.nn.functional import pad
 
-from phalanx.anatomy import AttentionCall, AttentionSeam, OwnLoss, Seen, length_dependent_positions, own_positions
+from phalanx.anatomy import AttentionCall, AttentionSeam, OwnLoss, Seen, length_dependent_positions, own_positions, takes_cache
 from phalanx.anatomy.attention_seam import Told
 from phalanx.anatomy.balance_seam import balance_speakers
 from phalanx.cluster import comm
@@ -30,12 +30,16 @@ from phalanx.parallel.sequence.cut import reach_of
 ALIGNED, KEYWORD, SHIFTED = "aligned", "keyword", "shifted"
 
 
+# What entries a batch has, and how many dimensions each.
+Kind = tuple[tuple[str, int], ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Part:
     """This rank's part of a batch.
 
     `places` are those of its tokens, of which the first `num_real` are tokens of the rows and the rest stand at the last place;
-    `num_extra` tokens behind them take no part in attention.
+    `num_extra` tokens behind them take no part in attention. `has_mask`: the batch says itself which tokens are hidden.
     """
 
     batch: Any
@@ -43,6 +47,7 @@ class Part:
     places: torch.Tensor
     num_real: int
     num_extra: int
+    has_mask: bool
 
 
 def num_key_heads(model: nn.Module) -> int | None:
@@ -63,7 +68,7 @@ class SplitSequences:
         self.seam = AttentionSeam(model)
         accepted = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in accepted
-        self.caches = "use_cache" in accepted and hasattr(getattr(model, "config", None), "use_cache")
+        self.caches = takes_cache(model)
         # A mixture's balance loss counts every token that no attention mask hides, so it must be told what is padding.
         self.counts_tokens = "attention_mask" in accepted and bool(balance_speakers(model))
         self.label_style = self.label_styles()[0]
@@ -71,13 +76,17 @@ class SplitSequences:
         self.position_sites: set[tuple[str, int]] | None = None
         self.found_sites: set[tuple[str, int]] = set()
         self.files = {getattr(sys.modules.get(name), "__file__", None) for name in self.seam.modules}
-        self.is_proven = False
+        self.proven: set[Kind] = set()
 
     def label_styles(self) -> list[str]:
         """The ways in which labels may be cut, the likeliest first."""
         if not self.own.shifts_labels:
             return [ALIGNED, SHIFTED]
         return [KEYWORD] if self.uses_own_loss and self.own.takes_num_items else [SHIFTED, ALIGNED]
+
+    def kind(self, batch: Any) -> Kind:
+        """What has to be tried out again: a model may treat a batch with a mask, say, in another way, and short rows prove little."""
+        return *kind_of(batch), ("short", int(row_length(batch) <= 2 * self.grid.size))
 
     @contextmanager
     def running(self, batch: Any) -> Iterator[Any]:
@@ -95,6 +104,7 @@ class SplitSequences:
         """Cuts everything that has one entry for each token, and reads documents and padding from the whole rows."""
         length, rows = row_length(batch), num_rows(batch)
         self._refuse_length(length)
+        _refuse_masks(batch, length)
         cut = Cut(length, self.grid.ring.size, self.grid.ulysses.size)
         indices = self.grid.ring.index, self.grid.ulysses.index
         places, num_real = cut.places(*indices).clamp(max=length - 1), cut.num_real(*indices)
@@ -115,21 +125,25 @@ class SplitSequences:
         documents, hidden = _documents(batch, length), _hidden(batch, length)
         reach = reach_of(documents, hidden, length)
         local, documents, hidden = self.place((local, documents, hidden))
-        return Part(local, Rows(cut, documents, hidden, reach), places, num_real, num_extra)
+        has_mask = isinstance(batch, Mapping) and batch.get("attention_mask") is not None
+        return Part(local, Rows(cut, documents, hidden, reach), places, num_real, num_extra, has_mask)
 
     def whole(self, batch: Any) -> Any:
         """The whole rows, on the device, for a run without any cut."""
         return self.place({**batch, "use_cache": False} if self.caches and isinstance(batch, Mapping) else batch)
 
     def _with_mask(self, batch: Any, cut: Cut) -> Any:
-        """The batch with a stand-in for a mask of whole rows, which the attention seam knows again."""
-        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        if not isinstance(mask, torch.Tensor) or mask.dim() != 4:
-            return batch
-        if tuple(mask.shape[2:]) != (cut.length, cut.length):
-            raise ShapeError(f"an attention mask of shape {tuple(mask.shape)} for rows of {cut.length} tokens")
-        shape = (*mask.shape[:2], cut.local_length, cut.local_length)
-        return {**batch, "attention_mask": self.seam.stand_in(Seen(dense=mask), shape, mask.device)}
+        """The batch with a stand-in for each mask of whole rows, which the attention seam knows again."""
+
+        def known(mask: Any) -> Any:
+            if isinstance(mask, Mapping):
+                return {kind: known(one) for kind, one in mask.items()}
+            if not _is_dense(mask):
+                return mask
+            return self.seam.stand_in(Seen(dense=mask), (*mask.shape[:2], cut.local_length, cut.local_length), mask.device)
+
+        masks = {key: known(value) for key, value in batch.items() if _is_mask(key)} if isinstance(batch, Mapping) else {}
+        return {**batch, **masks} if masks else batch
 
     def _refuse_length(self, length: int) -> None:
         limit = length_dependent_positions(self.model)
@@ -154,7 +168,7 @@ class SplitSequences:
         rows = replace(rows, documents=rows.documents if seen.by_document else None, hidden=rows.hidden if seen.by_padding else None)
         if rows.documents is None and rows.hidden is None:
             rows = replace(rows, reach=None)
-        if seen.shown is not None:
+        if seen.shown is not None and not (seen.by_padding and part.has_mask):
             rows = replace(rows, hidden=self._whole_hidden(~seen.shown[:, :length], rows.cut), reach=None)
         if seen.dense is not None and seen.dense.shape[1] not in (1, call.q.shape[1]):
             raise PlanError(
@@ -248,7 +262,10 @@ class _Cutter:
 
     def take(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):
-            return {key: self._entry(value, is_label=key == "labels") for key, value in batch.items()}
+            return {
+                key: value if _is_mask(key) and _is_dense(value) else self._entry(value, is_label=key == "labels")
+                for key, value in batch.items()
+            }
         if isinstance(batch, tuple | list):
             items = [self._entry(value, is_label=number == len(batch) - 1 > 0) for number, value in enumerate(batch)]
             return type(batch)(items)
@@ -292,6 +309,38 @@ def row_length(batch: Any) -> int:
         allowed="tensors of (rows, tokens) or (rows, tokens, width)",
         remedy="a plan without cp",
     )
+
+
+def _is_mask(name: str) -> bool:
+    return str(name).endswith("attention_mask")
+
+
+def _is_dense(mask: Any) -> bool:
+    """Whether a mask speaks of all queries and keys."""
+    return isinstance(mask, torch.Tensor) and mask.dim() == 4
+
+
+def _refuse_masks(batch: Any, length: int) -> None:
+    """Masks that are neither of every token nor of all queries and keys cannot be cut."""
+    masks = {key: value for key, value in batch.items() if _is_mask(key)} if isinstance(batch, Mapping) else {}
+    for name, value in masks.items():
+        for mask in value.values() if isinstance(value, Mapping) else [value]:
+            shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else ()
+            if mask is not None and shape[1:] != (length,) and not (_is_dense(mask) and shape[2:] == (length, length)):
+                raise ShapeError(
+                    f"{name} has the shape {shape}" if shape else f"{name} is a {type(mask).__name__}",
+                    allowed=f"(rows, {length}), or (rows or 1, heads or 1, {length}, {length}), for rows of {length} tokens",
+                    remedy="a mask of the tokens of the batch alone",
+                )
+
+
+def kind_of(batch: Any) -> Kind:
+    """By what a model may tell batches apart without a look at their numbers: which entries are given, and their dimensions."""
+    if isinstance(batch, Mapping):
+        named = [(str(key), value) for key, value in batch.items() if value is not None]
+    else:
+        named = [(str(number), value) for number, value in enumerate(batch if isinstance(batch, tuple | list) else [batch])]
+    return tuple(sorted((name, value.dim() if isinstance(value, torch.Tensor) else -1) for name, value in named))
 
 
 def _shifted(labels: torch.Tensor, ignored: int) -> torch.Tensor:

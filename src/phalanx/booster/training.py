@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._guards import detect_fake_mode
 
+from phalanx.anatomy import takes_cache
 from phalanx.booster.objective import Objective
 from phalanx.booster.optimizer import BoostedOptimizer, BoostedScheduler, move_to_shards, step_scaled, use_fused_kernels
 from phalanx.booster.result import Result
@@ -147,7 +148,7 @@ class Training:
 
     def _teach_sequences(self, runner: Runner, micro_batches: list[MicroBatch]) -> None:
         """Where sequences are cut, stages run on parts of their rows, once it is proven that they may."""
-        if self.sequences is None or self.sequences.is_proven:
+        if self.sequences is None or self.sequences.kind(micro_batches[0].rows) in self.sequences.proven:
             return
         prove(self.sequences, micro_batches[0].rows, runner.try_out, self.world)
         runner.hooks = replace(runner.hooks, placed=self.sequences.passage)
@@ -245,7 +246,7 @@ class Training:
         if self.sequences is None:
             yield to_device(rows, self.engine.device)
             return
-        if not self.sequences.is_proven:
+        if self.sequences.kind(rows) not in self.sequences.proven:
             prove(self.sequences, rows, lambda batch: self.objective.without_proof(self.model, batch), self.world)
         with self.sequences.running(rows) as part:
             yield part
@@ -270,6 +271,8 @@ class Training:
         """The loss of a global batch without gradients, in evaluation mode."""
         was_training = self.model.training
         self.model.eval()
+        # A cache would hide the borders of documents from transformers.
+        plain = self.model.register_forward_pre_hook(_without_cache, with_kwargs=True) if takes_cache(self.model) else None
         try:
             totals = torch.zeros(2, dtype=torch.float64, device=self.engine.device)
             if self.runner is not None:
@@ -283,6 +286,8 @@ class Training:
                     totals += torch.stack([loss_sum.double(), count]) * weight
         finally:
             self.model.train(was_training)
+            if plain is not None:
+                plain.remove()
         self.rhythm.visit("the loss of an evaluation")
         return self.total(totals)
 
@@ -379,6 +384,10 @@ class Training:
         agreed = self.agree()
         divisor = agreed.count * self.scale.value
         return {name: gradient.detach().clone() / divisor for name, gradient in self.engine.full_gradients()}
+
+
+def _without_cache(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return args, {"use_cache": False, **kwargs}
 
 
 def _all_names(engine: StateEngine, world: Axis) -> list[str]:

@@ -28,7 +28,9 @@ class Cut:
 
     @property
     def padded(self) -> int:
-        return round_up(max(self.length, 1), self.ring * (math.lcm(2, self.ulysses) if self.ring > 1 else self.ulysses))
+        """The length with padding: every rank has two tokens at least, since a model may take one token for a step of generation."""
+        unit = self.ring * (math.lcm(2, self.ulysses) if self.ring > 1 else self.ulysses)
+        return round_up(max(self.length, 2 * self.ring * self.ulysses), unit)
 
     @property
     def local_length(self) -> int:
