@@ -33,9 +33,9 @@ class Marked:
         do = runner._do
 
         def counted(action):
-            before, count.peak = count._total(), 0
+            before, count.peak = count.now, 0
             do(action)
-            after = count._total()
+            after = count.now
             self.most = max(self.most, count.peak, after)
             if action.kind in COMPUTE:
                 self.marks[action] = before, after, max(count.peak, after)
@@ -96,7 +96,7 @@ def measured_and_predicted(plan, num_micro):
     runner = booster.trainings[0].runner
     handed = handed_bytes(runner)
     with TensorCount() as count:
-        start = count._total()
+        start = count.now
         counted = Marked(runner, count)
         booster.step(batch)
     mine = stage_bytes(runner, counted.marks, handed)

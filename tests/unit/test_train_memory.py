@@ -2,7 +2,11 @@
 
 import torch
 
+from phalanx.anatomy import layer_stacks
+from phalanx.booster.stages import table_and_cut
+from phalanx.plan import Plan
 from phalanx.train.memory import TensorCount, activation_bytes_of_a_row, chunk_sizes
+from phalanx.train.stage_memory import Parts
 
 
 def test_kept_and_peak_are_the_bytes_that_live():
@@ -61,3 +65,36 @@ def test_activations_of_a_row_grow_with_its_length_and_leave_no_gradient():
 
 def test_chunks_are_the_layers_and_the_rest():
     assert chunk_sizes(Model()) == [45, 72, 72, 72]
+
+
+class Stacked(Model):
+    """The same between an embedding and a head, on words."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(11, 8)
+        self.layers = torch.nn.ModuleList(
+            [torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8)) for _ in range(4)]
+        )
+
+    def forward(self, x, labels):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        loss = torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return type("Output", (), {"loss": loss})
+
+
+def test_stages_keep_what_their_layers_keep():
+    """A layer keeps its input for the first product (the previous one's output), and what the activation made: 8 + 32 numbers a word."""
+    model, words = Stacked(), torch.zeros(2, 5, dtype=torch.int64)
+    _, cut = table_and_cut(model, tuple(layer_stacks(model)), Plan.parse("pp2"))
+    parts = Parts(model, {"x": words, "labels": words}, cut, 3)
+    first, last = (parts.stage(stage, False) for stage in range(2))
+    hidden = 3 * 5 * 8 * 4
+    assert (first.received, first.handed, last.received, last.handed) == (0, hidden, hidden, 0)
+    num_first = cut.starts[1]
+    assert first.kept == num_first * 15 * (8 + 32) * 4
+    assert (4 - num_first) * 15 * (8 + 32) * 4 <= last.kept <= (4 - num_first) * 15 * (8 + 32) * 4 + 15 * (8 + 3 * 5 + 2) * 4
+    assert first.forward >= first.kept
+    assert last.backward > 0

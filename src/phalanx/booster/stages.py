@@ -48,9 +48,7 @@ class Stages:
         self.model, self.plan, self.mesh, self.device, self.share = model, plan, mesh, device, share
         self.axis = mesh.axis("pp")
         self.blocks = tuple(layer_stacks(model))
-        self.places = _places(model, self.blocks, run)
-        self.table = _table(plan, model, self.blocks, self.places)
-        self.cut = Cut.balanced(model, self.blocks, self.places, self.table.num_stages, sizes)
+        self.table, self.cut = table_and_cut(model, self.blocks, plan, run, sizes)
         self.stage_of = dict(stages_by_registration(model, self.cut))
         self.mine = [self.table.stage(self.axis.index, chunk) for chunk in range(self.table.num_chunks)]
         self.current = self.mine[0]
@@ -152,6 +150,15 @@ class Stages:
         self.current = stage
         if self.engine.stream is not None:
             self.engine.stream.part = f" of stage {stage}"
+
+
+def table_and_cut(
+    model: nn.Module, blocks: tuple, plan: Plan, run: Callable[[], Any] | None = None, sizes: Sequence[int] | None = None
+) -> tuple[Table, Cut]:
+    """The plan's table, and the model's cut into its stages; `run` is a forward that shows who reads what."""
+    places = _places(model, blocks, run)
+    table = _table(plan, model, blocks, places)
+    return table, Cut.balanced(model, blocks, places, table.num_stages, sizes)
 
 
 def stages_by_registration(model: nn.Module, cut: Cut) -> Iterator[tuple[nn.Module, int]]:

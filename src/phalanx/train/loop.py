@@ -28,6 +28,7 @@ from phalanx.train.model import build_config, build_hollow, build_model, build_o
 from phalanx.train.progress import Display
 from phalanx.train.recipe import Recipe, recipe_table
 from phalanx.train.schedule import warmup_cosine
+from phalanx.train.stage_memory import predicted_in_stages
 from phalanx.train.text import END, Corpus, encode, export_tokenizer, read_corpus, tokenizer_for
 
 WATCHED_STEP = 2  # of every run: its memory is counted; the optimizer's state exists by then
@@ -89,7 +90,7 @@ def build_job(recipe: Recipe, *, visible: bool) -> Job:
     if booster.plan.fsdp:  # PyTorch's engine cuts up what exists
         materialize(model)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    predicted = predicted_memory(build_hollow(config), recipe.batch, booster.plan, booster.world.size)
+    predicted = predict_memory(recipe, booster, build_hollow(config))
     training = boost_model(booster, model, recipe, token_rows[0])
     windows = TokenWindows(token_rows[1], recipe.batch.tokens)
     validation = boost_loader(DataLoader(windows, batch_size=recipe.batch.rows), axis=booster.mesh.axis("dp"), world=booster.mesh.world)
@@ -107,6 +108,14 @@ def build_job(recipe: Recipe, *, visible: bool) -> Job:
         num_parameters=num_parameters,
         predicted=predicted,
     )
+
+
+def predict_memory(recipe: Recipe, booster: Booster, hollow: torch.nn.Module) -> StepMemory:
+    """What this rank will keep and reach."""
+    plan, world = booster.plan, booster.world.size
+    if plan.pp > 1:
+        return predicted_in_stages(hollow, recipe.batch, plan, world, booster.mesh.index("pp"))
+    return predicted_memory(hollow, recipe.batch, plan, world)
 
 
 def boost_model(booster: Booster, model: torch.nn.Module, recipe: Recipe, tokens: torch.Tensor) -> Iterable[Any]:
