@@ -23,6 +23,7 @@ ROWS, LENGTH, HIDDEN, HEADS = 16, 64, 256, 8
 CASES: list[tuple[str, dict[str, bool], str]] = [
     ("tp4", {}, "8 * 3/4 * x"),
     ("tp4+sp", {}, "8 * 3/4 * x"),
+    ("tp4+sp", {"tp_keep": False}, "10 * 3/4 * x"),
     ("tp4:2d", {}, "3 * 1/4 * (7*x + w)"),
     ("tp4:2d", {"tp_keep": True}, "2 * 1/4 * (7*x + w)"),
     ("tp4:2d", {"tp_outputs_move": True}, "1/4 * (10*x + 3*w)"),
@@ -72,7 +73,7 @@ def main() -> None:
     for text, options, formula in CASES:
         plan = Plan.from_table({**{name: getattr(Plan.parse(text), name) for name in ("tp", "tp_kind", "tp_depth", "sp")}, **options})
         found = sent(plan, 3) - sent(plan, 2)
-        shown = " ".join([f"`{text}`", *(f"`{name}`" for name in options)])
+        shown = " ".join([f"`{text}`", *(f"`{name}`" if value else f"`{name} = false`" for name, value in options.items())])
         print(f"| {shown} | `{formula}` | {eval(formula, sizes):.0f} | {found - norms(plan)} | {norms(plan)} |", flush=True)
 
 
