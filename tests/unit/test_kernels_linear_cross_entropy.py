@@ -87,6 +87,13 @@ def test_whole_logits_are_never_in_memory(monkeypatch):
     assert rise(reference, tokens) > logits_bytes
 
 
+def test_an_evaluation_forms_no_gradients(monkeypatch):
+    monkeypatch.setattr(linear_cross_entropy, "slope", lambda *arguments, **keywords: pytest.fail("a gradient was formed"))
+    x, weight, labels, bias = inputs()
+    with torch.no_grad():
+        torch.testing.assert_close(chunked(x, weight, labels, bias), reference(x, weight, labels, bias))
+
+
 def test_a_second_derivative_is_refused():
     x, weight, labels, bias = inputs()
     with pytest.raises(ConfigError, match="second derivative"):

@@ -65,7 +65,8 @@ def chunked(
     """The same with the logits of a few tokens at a time."""
     labels_N = labels.reshape(-1)
     counted_N = labels_N != ignore_index
-    loss = _Chunked.apply(x.reshape(-1, x.shape[-1]), weight, bias, labels_N, counted_N, across)
+    learns = torch.is_grad_enabled()  # within a function it never is, and without it no gradient is to be formed
+    loss = _Chunked.apply(x.reshape(-1, x.shape[-1]), weight, bias, labels_N, counted_N, across, learns)
     return loss, counted_N.sum()
 
 
@@ -85,8 +86,9 @@ class _Chunked(torch.autograd.Function):
         labels_N: torch.Tensor,
         counted_N: torch.Tensor,
         across: Across,
+        learns: bool,
     ) -> torch.Tensor:
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        wants_x, wants_weight, wants_bias = (learns and needs for needs in ctx.needs_input_grad[:3])
         wide = torch.float32 if weight_VK.dtype in (torch.bfloat16, torch.float16) else weight_VK.dtype
         grad_x = torch.empty_like(x_NK) if wants_x else None
         grad_weight = torch.zeros_like(weight_VK, dtype=wide) if wants_weight else None
@@ -111,7 +113,7 @@ class _Chunked(torch.autograd.Function):
             )
         scaled = [None if found is None else found * grad.to(found.dtype) for found in ctx.saved_tensors]
         grad_x, grad_weight, grad_bias = (None if found is None else found.to(ctx.dtype) for found in scaled)
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 def _one_chunk(
