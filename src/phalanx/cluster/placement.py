@@ -33,8 +33,12 @@ class Placement:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Equal for parameters that are summed and sharded over the same ranks, and so may share a flat tensor."""
-        return self.data and self.data.ranks, tuple(axis.ranks for axis in self.sums)
+        """Equal for parameters that are summed, sharded and copied over the same ranks, and so may share a flat tensor.
+
+        In which order a sum goes over the ranks depends on the place in the flat tensor. Copies come to the same bits only where they
+        lie at the same place on each of their ranks, and so not behind boxes whose sizes differ.
+        """
+        return self.data and self.data.ranks, *(tuple(axis.ranks for axis in axes if axis.size > 1) for axes in (self.sums, self.copies))
 
 
 class Placements:
