@@ -63,12 +63,20 @@ def variable(seed):
     return {name: value[:, :length] for name, value in rows.items()}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "gpipe"])
-def test_few_micro_batches_and_changing_lengths_on_four_stages(schedule):
-    for num_micro in (1, 3, 5):
-        batches = [variable(seed) for seed in range(3)]
-        expected, _ = reference(batches)
-        for losses, *_ in run_ranks(train, 4, f"pp4+{schedule}+micro{num_micro}", batches, timeout_s=30):
+SLOW = pytest.mark.slow
+
+
+DEEPER = [pytest.param(name, marks=SLOW) for name in ("interleaved2", "zbv", "dualpipev")]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "gpipe", *DEEPER])
+@pytest.mark.parametrize("counts", [(1, 3, 5), pytest.param((2, 4), marks=SLOW)])
+def test_few_micro_batches_and_changing_lengths_on_four_stages(schedule, counts):
+    layers = 4 if schedule in ("1f1b", "zb-h1", "gpipe") else 9
+    batches = [variable(seed) for seed in range(3)]
+    expected, _ = reference(batches, layers=layers)
+    for num_micro in counts:
+        for losses, *_ in run_ranks(train, 4, f"pp4+{schedule}+micro{num_micro}", batches, True, layers, timeout_s=60):
             assert losses == pytest.approx(expected, rel=TOLERANCE)
 
 
