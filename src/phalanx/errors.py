@@ -47,5 +47,9 @@ class CheckpointError(PhalanxError):
     """A checkpoint is missing, incomplete, damaged, or belongs to something else."""
 
 
+class DamageError(CheckpointError):
+    """A checkpoint or one of its files is incomplete, cut short or not what was written: another one may be whole."""
+
+
 class CapacityError(PhalanxError):
     """Something does not fit into the memory it was given."""

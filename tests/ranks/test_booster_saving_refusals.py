@@ -93,7 +93,7 @@ def through_the_wrong_call(folder):
 def test_what_another_call_wrote_is_refused(tmp_path):
     for run, optimizer in run_ranks(through_the_wrong_call, 2, str(tmp_path)):
         assert "holds no models but optimizer" in run
-        assert "holds no optimizer but loaders, models, plan" in optimizer
+        assert "holds no optimizer but loaders, models, plan, step" in optimizer
 
 
 # -- one rank alone ----------------------------------------------------------------------------------------------------

@@ -98,29 +98,40 @@ def test_the_engine_of_pytorch_learns_the_same(tmp_path):
     assert all(memory["measured"]["kept"] > 0 and memory["predicted"]["kept"] > 0 for memory in kept)
 
 
-def test_a_resumed_run_equals_one_that_never_stopped_bit_for_bit(tmp_path):
-    path = write_recipe(tmp_path)
-    whole = run(path, 2, f"run.folder={tmp_path}/whole")
-    halves = run(path, 2, f"run.folder={tmp_path}/halves")
-    shutil.rmtree(halves.checkpoint(6))
-    shutil.rmtree(halves.model)
-    run(path, 2, f"run.folder={tmp_path}/halves", resume=True)
-    assert curve(halves) == curve(whole)
-    assert (halves.model / "model.safetensors").read_bytes() == (whole.model / "model.safetensors").read_bytes()
-
-
-def test_a_damaged_checkpoint_is_refused_and_nothing_is_lost(tmp_path):
-    path = write_recipe(tmp_path)
-    folder = run(path, 1)
-    before = curve(folder)
-    (shard, *_) = sorted(folder.checkpoint(6).rglob("*.safetensors"))
+def flip(path):
+    shard = next(path.glob("*.safetensors"))
     content = bytearray(shard.read_bytes())
     content[-5] ^= 1
     shard.write_bytes(content)
-    with pytest.raises(RankError, match="CheckpointError"):
+
+
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path):
+    """Also past a damaged and a half-written one, to the same bits as if it had never stopped; old ones go as the recipe says."""
+    path = write_recipe(tmp_path)
+    keeping = ["steps.save_every=1", "steps.keep_last=3", "steps.keep_every=2"]
+    whole, broken = run(path, 2, f"run.folder={tmp_path}/whole"), run(path, 2, f"run.folder={tmp_path}/broken", *keeping)
+    assert list(broken.checkpoints.paths()) == [2, 4, 5, 6]
+    flip(broken.checkpoints.path(5))
+    (broken.checkpoints.path(6) / "COMPLETE").unlink()
+    shutil.rmtree(broken.model)
+    run(path, 2, f"run.folder={tmp_path}/broken", *keeping, resume=True)
+    resumed = [event.step for event in read_events(broken.events) if (event.kind, event.name) == ("run", "resume")]
+    assert resumed == [4]
+    assert curve(broken) == curve(whole)
+    assert (broken.model / "model.safetensors").read_bytes() == (whole.model / "model.safetensors").read_bytes()
+    assert list(broken.checkpoints.paths()) == [2, 4, 5, 6]
+
+
+def test_where_every_checkpoint_is_damaged_the_run_is_refused_and_nothing_is_lost(tmp_path):
+    path = write_recipe(tmp_path)
+    folder = run(path, 1)
+    before = curve(folder)
+    for saved in folder.checkpoints.paths().values():
+        flip(saved)
+    with pytest.raises(RankError, match=r"every checkpoint in .* is damaged"):
         run(path, 1, "steps.total=8", resume=True)
     assert curve(folder) == before
-    assert sorted(folder.checkpoints()) == [3, 6]
+    assert list(folder.checkpoints.paths()) == [3, 6]
 
 
 def test_a_complete_run_is_completed_again_without_a_step(tmp_path):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Sequence
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
+from phalanx.checkpoint import disk
 from phalanx.cluster.mesh import Axis
 from phalanx.layout import Layout, Piece, split_range
 
@@ -72,3 +77,39 @@ def some_pieces(seed: int = 0) -> list[Piece]:
 
 def same(pieces: Sequence[Piece], others: Sequence[Piece]) -> bool:
     return all(torch.equal(piece.tensor, other.tensor) for piece, other in zip(pieces, others, strict=True))
+
+
+STEPS = ("write_all", "flush", "flush_directory", "rename", "make_directory")
+
+
+def killed(at: int, work: Callable[[], object]) -> bool:
+    """Does `work` in a process of its own that kills itself before its `at`-th step on the disk; whether it was killed.
+
+    A directory that is removed at that moment has lost one of its files.
+    """
+    child = os.fork()
+    if not child:
+        count = 0
+
+        def tear(path: Path) -> None:
+            os.remove(next(Path(path).iterdir()))
+
+        def before(step, half=lambda *_: None):
+            def counted(*arguments):
+                nonlocal count
+                if count == at:
+                    half(*arguments)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                count += 1
+                return step(*arguments)
+
+            return counted
+
+        for name in STEPS:
+            setattr(disk, name, before(getattr(disk, name)))
+        shutil.rmtree = before(shutil.rmtree, tear)  # type: ignore[assignment]
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])

@@ -3,12 +3,11 @@
 import errno
 import json
 import os
-import signal
 import zlib
 
 import pytest
 import torch
-from checkpoint_cases import ALONE, blank, same, some_pieces
+from checkpoint_cases import ALONE, blank, killed, same, some_pieces
 
 from phalanx.checkpoint import disk, inspect, load, save
 from phalanx.errors import CheckpointError
@@ -206,32 +205,8 @@ def test_what_is_not_a_checkpoint_is_never_replaced(tmp_path):
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
 
-STEPS = ("write_all", "flush", "flush_directory", "rename", "make_directory")
-
-
 def killed_save(path, seed: int, at: int) -> bool:
-    """Saves in a process of its own that kills itself before its `at`-th step on the disk; whether it was killed."""
-    child = os.fork()
-    if not child:
-        count = 0
-
-        def before(step):
-            def counted(*arguments):
-                nonlocal count
-                if count == at:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                count += 1
-                return step(*arguments)
-
-            return counted
-
-        for name in STEPS:
-            setattr(disk, name, before(getattr(disk, name)))
-        shutil_rmtree = before(disk.shutil.rmtree)
-        disk.shutil.rmtree = shutil_rmtree
-        save(path, some_pieces(seed), {"step": seed}, {}, ALONE, max_file_bytes=100)
-        os._exit(0)
-    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    return killed(at, lambda: save(path, some_pieces(seed), {"step": seed}, {}, ALONE, max_file_bytes=100))
 
 
 def test_kill_before_any_step_leaves_the_old_or_the_new_checkpoint(tmp_path):

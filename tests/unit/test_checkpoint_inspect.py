@@ -19,16 +19,26 @@ def test_a_summary_counts_what_is_there(tmp_path):
     assert (summary.num_files, summary.num_bytes) == (len(files), sum(file.stat().st_size for file in files))
 
 
-def test_complete_checkpoints_are_listed_by_the_time_they_were_saved(tmp_path):
-    for name in ("step-20", "step-10", "step-30"):
-        save(tmp_path / name, some_pieces(), {}, {}, ALONE)
+def test_a_listing_tells_the_whole_from_what_is_left(tmp_path):
+    for name in ("step-20", "step-10", "best", "step-30", "step-40"):
+        save(tmp_path / name, some_pieces(), {"plan": "zero1", "step": 7}, {}, ALONE)
     (tmp_path / "notes").mkdir()
     os.remove(tmp_path / "step-30" / "COMPLETE")
-    assert [summary.path.name for summary in inspect.checkpoints(tmp_path)] == ["step-20", "step-10"]
+    (tmp_path / "step-40" / "state.json").write_bytes(b"{}")
+    (tmp_path / ".step-50.saving-0123abcd").mkdir()
+    (tmp_path / ".step-50.saving-0123abcd" / "rank-00000-00000.safetensors").write_bytes(b"123")
+    found = {listed.path.name: listed for listed in inspect.listing(tmp_path)}
+    assert list(found)[:3] == ["step-20", "step-10", "best"]
+    assert sorted(found) == ["best", "step-10", "step-20", "step-30", "step-40", "step-50"]
+    assert [name for name, listed in found.items() if listed.fault is None] == ["step-20", "step-10", "best"]
+    assert (found["best"].step, found["best"].plan, found["step-50"].step, found["step-50"].num_bytes) == (7, "zero1", 50, 3)
+    assert "saving it did not finish" in found["step-30"].fault
+    assert "state.json has 2 bytes where" in found["step-40"].fault
+    assert "step-50 is incomplete" in found["step-50"].fault
     os.rename(tmp_path / "step-10", tmp_path / ".step-10.old-0123abcd")  # its replacement was killed
-    assert [summary.path.name for summary in inspect.checkpoints(tmp_path)] == ["step-20", "step-10"]
-    with pytest.raises(CheckpointError, match="there is no directory"):
-        inspect.checkpoints(tmp_path / "none")
+    assert {listed.path.name: listed for listed in inspect.listing(tmp_path)}["step-10"].fault is None
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        inspect.listing(tmp_path / "none")
 
 
 def test_a_check_names_all_that_is_wrong(tmp_path):

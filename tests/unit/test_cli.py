@@ -5,12 +5,8 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
-from phalanx.checkpoint import save
 from phalanx.cli.main import COMMANDS, main
-from phalanx.cluster.mesh import Mesh
-from phalanx.layout import Layout, Piece
 
 
 def call(capsys, *words):
@@ -154,27 +150,6 @@ def test_doctor_finds_what_is_needed_here(capsys):
     assert all(finding["cost"] for finding in found.values() if finding["state"] == "missing")
     code, out, _ = call(capsys, "doctor")
     assert "torch" in out
-
-
-def test_a_checkpoint_is_shown_checked_and_listed(capsys, tmp_path):
-    path = tmp_path / "step-1"
-    axis = Mesh({"dp": 1}).axis("dp")
-    save(path, [Piece("weight", torch.arange(6.0), Layout.whole((2, 3)), owned=True)], {"step": 1}, {}, axis)
-    code, out, _ = call(capsys, "checkpoint", "show", str(path), "--json")
-    assert code == 0
-    assert json.loads(out)["num_elements"] == 6
-    code, out, _ = call(capsys, "checkpoint", "show", str(path), "--tensors")
-    assert "F32 [2, 3]" in out
-    assert call(capsys, "checkpoint", "check", str(path))[:2] == (0, f"{path} is sound\n")
-    code, out, _ = call(capsys, "checkpoint", "list", str(tmp_path), "--json")
-    assert [entry["path"] for entry in json.loads(out)["checkpoints"]] == [str(path)]
-    assert "holds no complete checkpoint" in call(capsys, "checkpoint", "list", str(path))[1]
-
-
-def test_a_folder_that_is_no_checkpoint_is_refused(capsys, tmp_path):
-    code, _, err = call(capsys, "checkpoint", "show", str(tmp_path))
-    assert code == 2
-    assert "CheckpointError" in err
 
 
 def test_a_reader_that_leaves_early_is_no_error():

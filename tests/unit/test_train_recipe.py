@@ -45,7 +45,10 @@ def test_overrides_win_and_bare_words_are_strings(path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("steps.totl=3", "[steps] has an unknown key 'totl'. Allowed: total, log_every, evaluate_every, save_every. Try: total."),
+        (
+            "steps.totl=3",
+            "[steps] has an unknown key 'totl'. Allowed: total, log_every, evaluate_every, save_every, keep_last, keep_every. Try: total.",
+        ),
         ("stepz.total=3", "Try: steps."),
         ("source=3", "unknown key 'source'"),
         ("run.plan=3", "run.plan is 3. Allowed: a string."),
@@ -58,6 +61,8 @@ def test_overrides_win_and_bare_words_are_strings(path):
         ("name.x=3", "goes into 'name', which is a value"),
         ("steps=3", "[steps] is 3. Allowed: a table."),
         ("steps.total", "has no value"),
+        ("steps.keep_last=-1", "steps.keep_last is -1, not within 0 to"),
+        ("steps.keep_every=2", "steps.keep_every is set and steps.keep_last is 0, which keeps every checkpoint (try steps.keep_last=1)"),
     ],
 )
 def test_a_wrong_setting_is_refused_and_says_what_would_work(path, override, message):

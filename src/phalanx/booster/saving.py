@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 def save_run(booster: Booster, path: Path) -> None:
     require_all_ranks(booster.mesh.world, "booster.save")
     pieces: list[Piece] = []
-    state: dict[str, Any] = {"plan": str(booster.plan), "models": [], "loaders": [loader.state_dict() for loader in booster.loaders]}
+    step = max((training.num_steps + training.skipped_total for training in booster.trainings), default=0)
+    state: dict[str, Any] = {"plan": str(booster.plan), "step": step, "models": []}
+    state["loaders"] = [loader.state_dict() for loader in booster.loaders]
     for number, training in enumerate(booster.trainings):
         prefix = f"{number}/" if number else ""
         pieces += weight_pieces(training, prefix)

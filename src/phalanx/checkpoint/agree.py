@@ -75,7 +75,7 @@ def gathered(axis: Axis, work: Callable[[], tuple[Own, Shared]]) -> tuple[Own, l
     first: CheckpointError = reports[failed[0]][1]
     if len({str(reports[index][1]) for index in failed}) > 1 or len(failed) < axis.size:
         others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-        first = CheckpointError(f"rank {axis.ranks[failed[0]]}{others}: {first.found}", allowed=first.allowed, remedy=first.remedy)
+        first = type(first)(f"rank {axis.ranks[failed[0]]}{others}: {first.found}", allowed=first.allowed, remedy=first.remedy)
     raise first from error
 
 

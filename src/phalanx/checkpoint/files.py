@@ -12,7 +12,7 @@ import torch
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.shard_file import DTYPES, ShardFile
 from phalanx.checkpoint.state import decode
-from phalanx.errors import CheckpointError
+from phalanx.errors import DamageError
 
 REMEDY = "an earlier checkpoint"
 
@@ -42,17 +42,17 @@ class Files:
         self.close()
 
     def require_sound(self, name: str, key: str, checksum: int) -> None:
-        """Reads all bytes of a tensor. Raises: CheckpointError where they are not the ones that were written."""
+        """Reads all bytes of a tensor. Raises: DamageError where they are not the ones that were written."""
         if self[name].checksum(key) != checksum:
             where = self._source / name
-            raise CheckpointError(f"{key} in {where} is damaged (its checksum differs from the one it was written with)", remedy=REMEDY)
+            raise DamageError(f"{key} in {where} is damaged (its checksum differs from the one it was written with)", remedy=REMEDY)
 
     def read_state(self, name: str) -> dict[str, Any]:
         """The nested values and tensors that were written as `name`. They are small, so always verified."""
         where = self._source / f"{name}.json"
         content = where.read_bytes()
         if zlib.crc32(content) != self._saved.files[where.name].checksum:
-            raise CheckpointError(f"{where} is damaged (its checksum differs from the manifest's)", remedy=REMEDY)
+            raise DamageError(f"{where} is damaged (its checksum differs from the manifest's)", remedy=REMEDY)
         entry = json.loads(content)
         file, tensors = f"{name}.safetensors", {}
         for key, checksum in entry["checksums"].items():

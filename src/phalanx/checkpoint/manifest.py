@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import time
 import zlib
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import numpy as np
 
 from phalanx.checkpoint import spans
 from phalanx.checkpoint.disk import MARKER
-from phalanx.errors import CheckpointError
+from phalanx.errors import CheckpointError, DamageError
 from phalanx.layout import Layout
 
 FORMAT = "phalanx-checkpoint"
@@ -26,6 +27,19 @@ STATE = "state"
 def local_name(index: int) -> str:
     """The files, without extension, that hold what rank `index` alone knows."""
     return f"local-{index:05d}"
+
+
+def part_name(index: int) -> str:
+    """The file in which rank `index` lists what it wrote, until the manifest takes it in."""
+    return f"part-{index:05d}.json"
+
+
+def is_ours(name: str) -> bool:
+    """Whether a file of that name is written by saving and by nobody else."""
+    return bool(_OURS.fullmatch(name))
+
+
+_OURS = re.compile(rf"rank-\d{{5}}-\d{{5}}\.safetensors|local-\d{{5}}\.\w+|part-\d{{5}}\.json|{STATE}\.\w+|{MANIFEST}|\.?{MARKER}")
 
 
 @dataclass(frozen=True)
@@ -135,43 +149,43 @@ def read(directory: Path) -> Manifest:
     """The manifest of a complete checkpoint, with the sizes of all its files checked.
 
     Cost: reads the manifest and the size of each file, no data.
-    Raises: CheckpointError where the directory is missing, foreign, incomplete or damaged.
+    Raises: DamageError where the directory is incomplete or damaged, CheckpointError where it is missing or foreign.
     """
     try:
         encoded = (directory / MANIFEST).read_bytes()
     except OSError as error:
-        raise CheckpointError(_why_none(directory)) from error
+        raise _why_none(directory) from error
     try:
         expected = (directory / MARKER).read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{directory} is incomplete: saving it did not finish", remedy="an earlier checkpoint") from error
+        raise DamageError(f"{directory} is incomplete: saving it did not finish", remedy="an earlier checkpoint") from error
     if marker(encoded) != expected:
-        raise CheckpointError(f"{directory / MANIFEST} is damaged (its checksum differs from {MARKER}'s)", remedy="an earlier checkpoint")
+        raise DamageError(f"{directory / MANIFEST} is damaged (its checksum differs from {MARKER}'s)", remedy="an earlier checkpoint")
     manifest = Manifest.from_json(encoded, directory / MANIFEST)
     for name, file in manifest.files.items():
         if Path(name).name != name:
-            raise CheckpointError(f"{directory / MANIFEST} names a file elsewhere ({name})")
+            raise DamageError(f"{directory / MANIFEST} names a file elsewhere ({name})")
         try:
             found = (directory / name).stat().st_size
         except OSError as error:
-            raise CheckpointError(f"{directory / name} is missing", remedy="an earlier checkpoint") from error
+            raise DamageError(f"{directory / name} is missing", remedy="an earlier checkpoint") from error
         if found != file.num_bytes:
-            raise CheckpointError(
-                f"{directory / name} has {found} bytes where {file.num_bytes} were written", remedy="an earlier checkpoint"
-            )
+            raise DamageError(f"{directory / name} has {found} bytes where {file.num_bytes} were written", remedy="an earlier checkpoint")
     return manifest
 
 
-def _why_none(directory: Path) -> str:
+def _why_none(directory: Path) -> CheckpointError:
     """What is there instead of a checkpoint."""
     if not directory.exists():
-        return f"there is no checkpoint {directory}"
+        return CheckpointError(f"there is no checkpoint {directory}")
     if not directory.is_dir():
-        return f"{directory} is a file, not a checkpoint directory"
+        return CheckpointError(f"{directory} is a file, not a checkpoint directory")
     names = sorted(entry.name for entry in directory.iterdir())
-    if any(name.startswith("rank-") for name in names):
-        return f"{directory} is incomplete: saving it did not finish"
-    return f"{directory} is not a Phalanx checkpoint (it holds {', '.join(names[:4]) or 'nothing'})"
+    if (directory / MARKER).exists():
+        return DamageError(f"{directory / MANIFEST} is missing", remedy="an earlier checkpoint")
+    if any(is_ours(name) for name in names):
+        return DamageError(f"{directory} is incomplete: saving it did not finish", remedy="an earlier checkpoint")
+    return CheckpointError(f"{directory} is not a Phalanx checkpoint (it holds {', '.join(names[:4]) or 'nothing'})")
 
 
 def _tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from phalanx.checkpoint import disk
-from phalanx.errors import CheckpointError
+from phalanx.errors import CheckpointError, DamageError
 
 BLOCK_BYTES = 1 << 20  # stays in the processor cache between checksum and write
 MAX_HEADER_BYTES = 100 << 20  # the safetensors library refuses more
@@ -139,7 +139,7 @@ class Stored:
 class ShardFile:
     """An open safetensors file whose tensors are read by ranges of bytes, without a memory map.
 
-    Raises: CheckpointError where the file is missing, cut short or not a safetensors file.
+    Raises: DamageError where the file is missing, cut short or not a safetensors file.
     """
 
     def __init__(self, path: Path, header_checksum: int | None = None):
@@ -147,7 +147,7 @@ class ShardFile:
         try:
             self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - held open for the life of the object
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
+            raise DamageError(f"{path} cannot be read ({error.strerror})") from error
         try:
             self.metadata, self.tensors = self._read_header(header_checksum)
         except BaseException:
@@ -159,28 +159,31 @@ class ShardFile:
         start = self._file.read(8)
         length = int.from_bytes(start, "little")
         if len(start) < 8 or length > min(total - 8, MAX_HEADER_BYTES):
-            raise CheckpointError(f"{self.path} is cut short or not a safetensors file ({total} bytes)")
+            raise DamageError(f"{self.path} is cut short or not a safetensors file ({total} bytes)")
         encoded = self._file.read(length)
         if checksum is not None and zlib.crc32(encoded, zlib.crc32(start)) != checksum:
-            raise CheckpointError(f"the header of {self.path} is damaged (its checksum differs from the manifest's)")
+            raise DamageError(f"the header of {self.path} is damaged (its checksum differs from the manifest's)")
         try:
             header = json.loads(encoded)
             metadata = header.pop(METADATA, {})
             tensors = {key: _stored(entry, 8 + length) for key, entry in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{self.path} is not a safetensors file (its header cannot be read: {error})") from error
+            raise DamageError(f"{self.path} is not a safetensors file (its header cannot be read: {error})") from error
         end = max((entry.stop for entry in tensors.values()), default=8 + length)
         if end != total:
-            raise CheckpointError(f"{self.path} has {total} bytes where its header needs {end}", remedy="an undamaged copy of the file")
+            raise DamageError(f"{self.path} has {total} bytes where its header needs {end}", remedy="an undamaged copy of the file")
         return metadata, tensors
 
     def read_into(self, key: str, start: int, out: torch.Tensor) -> None:
         """Fills the contiguous host tensor `out` from byte `start` of a tensor on."""
         view, position = as_bytes(out), self.tensors[key].start + start
         while view.nbytes:
-            count = os.preadv(self._file.fileno(), [view], position)
+            try:
+                count = os.preadv(self._file.fileno(), [view], position)
+            except OSError as error:
+                raise DamageError(f"{self.path} cannot be read ({error.strerror})", remedy="an undamaged copy of the file") from error
             if not count:
-                raise CheckpointError(f"{self.path} ends inside {key!r}")
+                raise DamageError(f"{self.path} ends inside {key!r}")
             view, position = view[count:], position + count
 
     def checksum(self, key: str) -> int:

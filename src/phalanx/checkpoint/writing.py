@@ -13,7 +13,7 @@ from typing import Any
 from phalanx.checkpoint import directory, disk, shard_file
 from phalanx.checkpoint import manifest as manifests
 from phalanx.checkpoint.agree import gathered, require_all_ranks, together
-from phalanx.checkpoint.manifest import MANIFEST, STATE, Manifest, SavedFile, SavedPiece, SavedTensor, local_name
+from phalanx.checkpoint.manifest import MANIFEST, STATE, Manifest, SavedFile, SavedPiece, SavedTensor, local_name, part_name
 from phalanx.checkpoint.shard_file import Item
 from phalanx.checkpoint.state import encode
 from phalanx.cluster.mesh import Axis
@@ -79,7 +79,7 @@ def _write_part(
     if axis.index == 0:
         _write_state(growing, STATE, dict(state), part)
     _write_state(growing, local_name(axis.index), dict(local_state), part)
-    disk.write_file(growing / _part_name(axis.index), part.to_json())
+    disk.write_file(growing / part_name(axis.index), part.to_json())
     disk.flush_directory(growing)
     return _digests(state)
 
@@ -170,7 +170,7 @@ def _finish(growing: Path, target: Path, token: str, axis: Axis) -> None:
         return
     whole = Manifest(world=axis.size)
     for index in range(axis.size):
-        part = growing / _part_name(index)
+        part = growing / part_name(index)
         whole.add(Manifest.from_json(part.read_bytes(), part))
         part.unlink()
     whole.require_whole()
@@ -178,7 +178,3 @@ def _finish(growing: Path, target: Path, token: str, axis: Axis) -> None:
     disk.write_file(growing / MANIFEST, encoded)
     disk.flush_directory(growing)
     directory.finish(growing, target, token, manifests.marker(encoded))
-
-
-def _part_name(index: int) -> str:
-    return f"part-{index:05d}.json"

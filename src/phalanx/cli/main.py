@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 
-from phalanx.cli.output import DONE, INTERRUPTED, WRONG_USE
-from phalanx.errors import PhalanxError
+from phalanx.cli.output import DONE, FAILED, INTERRUPTED, WRONG_USE
+from phalanx.errors import DamageError, PhalanxError
 
 # Subcommand -> what it does. Each lives in the file of its name, with `EXAMPLE`, `add_arguments` and `execute`.
 COMMANDS = {
@@ -93,7 +93,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 )
             )
         print(f"phalanx {arguments.command}: {type(error).__name__}: {error}", file=sys.stderr)
-        return WRONG_USE
+        return FAILED if isinstance(error, DamageError) else WRONG_USE
     except BrokenPipeError:  # whoever read stdout has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE

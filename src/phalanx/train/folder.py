@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.checkpoint.series import Series
 from phalanx.errors import ConfigError
 
 
@@ -44,27 +44,20 @@ class Folder:
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
 
-    def checkpoint(self, step: int) -> Path:
-        return self.root / "checkpoints" / f"step-{step:06d}"
-
-    def checkpoints(self) -> dict[int, Path]:
-        """step -> path of what was saved, oldest first; what an interrupted save left behind has another name."""
-        found = {}
-        for path in sorted((self.root / "checkpoints").glob("step-*")):
-            if match := re.fullmatch(r"step-(\d+)", path.name):
-                found[int(match[1])] = path
-        return found
+    @property
+    def checkpoints(self) -> Series:
+        return Series(self.root / "checkpoints")
 
     def prepare(self, *, resume: bool, overwrite: bool) -> None:
         """Makes the folder fit for a run.
 
         Raises: ConfigError where it holds a run already and neither `resume` nor `overwrite` is asked for.
         """
-        used = self.events.exists() or bool(self.checkpoints())
+        used = self.events.exists() or bool(self.checkpoints.paths())
         if used and overwrite and not resume:
             for path in (self.events, self.summary, self.picture, self.loads_picture, self.sample):
                 path.unlink(missing_ok=True)
-            for path in (self.model, self.tensorboard, self.root / "checkpoints"):
+            for path in (self.model, self.tensorboard, self.checkpoints.folder):
                 shutil.rmtree(path, ignore_errors=True)
         elif used and not resume:
             raise ConfigError(

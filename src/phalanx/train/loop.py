@@ -207,20 +207,22 @@ def evaluate(job: Job, step: int) -> Score:
 
 
 def save(job: Job, step: int) -> None:
-    """A checkpoint of the whole run."""
+    """A checkpoint of the whole run; older ones go once it is complete."""
+    series, steps = job.folder.checkpoints, job.recipe.steps
     with job.meter.paused():
-        job.booster.save(job.folder.checkpoint(step))
-    events.emit("run", "save", step=step, path=job.folder.checkpoint(step))
+        job.booster.save(series.path(step))
+        if job.booster.world.rank == 0:
+            series.prune(step, keep_last=steps.keep_last, keep_every=steps.keep_every)
+    events.emit("run", "save", step=step, path=series.path(step))
 
 
 def restore(job: Job) -> int:
-    """Continues from the newest checkpoint; returns its step, or 0 where there is none yet."""
-    found = job.folder.checkpoints()
-    if not found:
+    """Continues from the newest checkpoint that is whole; returns its step, or 0 where none was saved yet."""
+    step = job.folder.checkpoints.load_newest(job.booster.load, job.booster.mesh.world)
+    if step is None:
+        job.display.say("no checkpoint was saved yet: starting anew")
         return 0
-    step = max(found)
-    job.booster.load(found[step])
-    job.display.say(f"continuing from {found[step]}")
+    job.display.say(f"continuing from {job.folder.checkpoints.path(step)}")
     return step
 
 

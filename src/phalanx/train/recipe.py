@@ -74,12 +74,17 @@ class RoutingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """How long to train, and every how many steps what is done; 0 means only at the end."""
+    """How long to train, and every how many steps what is done; 0 means only at the end.
+
+    Of the checkpoints that were saved on the way there stay the `keep_last` newest (0: all) and those of each `keep_every` steps.
+    """
 
     total: int = 100
     log_every: int = 10
     evaluate_every: int = 0
     save_every: int = 0
+    keep_last: int = 0
+    keep_every: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +141,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "steps.log_every": (1, 1 << 40),
     "steps.evaluate_every": (0, 1 << 40),
     "steps.save_every": (0, 1 << 40),
+    "steps.keep_last": (0, 1 << 40),
+    "steps.keep_every": (0, 1 << 40),
     "sample.tokens": (0, 1 << 20),
     "sample.temperature": (0.0, 100.0),
 }
@@ -234,6 +241,8 @@ def _check_ranges(recipe: Recipe) -> None:
         value = getattr(getattr(recipe, section), name)
         if not low <= value <= high:
             faults.append(f"{where} is {value}, not within {low} to {high}")
+    if recipe.steps.keep_every and not recipe.steps.keep_last:
+        faults.append("steps.keep_every is set and steps.keep_last is 0, which keeps every checkpoint (try steps.keep_last=1)")
     if not recipe.text.files:
         faults.append("text.files is empty")
     if faults:
