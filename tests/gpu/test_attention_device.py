@@ -8,7 +8,7 @@ import torch
 from phalanx.kernels import attention_device, attention_masked, attention_package, attention_reference, attention_trial
 from phalanx.kernels.attention import Form, choice
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")]
 KERNELS = (attention_package, attention_device, attention_masked)
 
 
