@@ -1,9 +1,13 @@
 """A recipe on several ranks: the same curve as on one, resume equal to never stopped, and a model that others can load."""
 
 import json
+import os
+import random
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -120,6 +124,44 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path):
     assert curve(broken) == curve(whole)
     assert (broken.model / "model.safetensors").read_bytes() == (whole.model / "model.safetensors").read_bytes()
     assert list(broken.checkpoints.paths()) == [2, 4, 5, 6]
+
+
+def start(path, folder, *overrides):
+    words = [sys.executable, "-m", "phalanx.train", str(path), f"run.folder={folder.root}", *overrides, "--resume"]
+    return subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def saves(folder):
+    """How many checkpoints were saved, also those that are gone or were saved twice."""
+    written = read_events(folder.events) if folder.events.exists() else ()
+    return sum((event.kind, event.name) == ("run", "save") for event in written)
+
+
+def killed_after(process, folder, count, seconds):
+    """Kills a process `seconds` after it has saved `count` checkpoints; whether it was still there."""
+    before = saves(folder)
+    while saves(folder) < before + count and process.poll() is None:
+        time.sleep(0.005)
+    time.sleep(seconds)
+    process.kill()
+    return process.wait() == -signal.SIGKILL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(tmp_path, seed):
+    path, choose = write_recipe(tmp_path), random.Random(seed)
+    keeping = ["run.plan=zero0", "steps.total=60", "steps.save_every=1", "steps.keep_last=1", "steps.evaluate_every=0"]
+    whole, broken = Folder(tmp_path / "whole"), Folder(tmp_path / "broken")
+    assert start(path, whole, *keeping).wait() == 0
+    for _ in range(4):
+        assert killed_after(start(path, broken, *keeping), broken, choose.randint(1, 10), choose.uniform(0, 0.05))
+    assert start(path, broken, *keeping).wait() == 0
+    resumed = [event.step for event in read_events(broken.events) if (event.kind, event.name) == ("run", "resume")]
+    assert len(resumed) == 4
+    assert resumed == sorted(resumed)
+    assert (broken.model / "model.safetensors").read_bytes() == (whole.model / "model.safetensors").read_bytes()
+    assert [entry.name for entry in broken.checkpoints.folder.iterdir()] == ["step-000060"]
 
 
 def test_where_every_checkpoint_is_damaged_the_run_is_refused_and_nothing_is_lost(tmp_path):

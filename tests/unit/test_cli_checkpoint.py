@@ -80,6 +80,11 @@ def test_show_of_a_run_takes_the_last_whole_one_and_of_a_damaged_one_ends_with_1
     assert "DamageError" in err
     assert "manifest.json is damaged" in err
     assert json.loads(call(capsys, "show", run, "--json")[1])["facts"]["step"] == 1
+    for file in ("COMPLETE", "manifest.json"):
+        (run / "checkpoints" / "step-000003" / file).unlink(missing_ok=True)
+        code, _, err = call(capsys, "show", run / "checkpoints" / "step-000003")
+        assert code == 1
+        assert "step-000003 is incomplete" in err
 
 
 @pytest.mark.parametrize("action", ["list", "check", "show"])
