@@ -7,8 +7,8 @@
 
 `time`: the rounds of one process and of every plan take turns. A plan is held against half of one process, plus the bytes it sends
 times the CPU seconds per byte of a bare all-to-all of 1 MB messages in the same run. `memory` counts the tensors of real steps,
-`rehearse` what a forward makes and holds in a dry run without data. `ring` holds one causal attention, forward and backward, against
-that of ring-attention-pytorch where it is installed.
+`rehearse` what forward, chunked loss and backward make and hold in a dry run without data. `ring` holds one causal attention, forward
+and backward, against that of ring-attention-pytorch where it is installed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import argparse
 import statistics
 import time
 import weakref
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -162,39 +164,44 @@ class HollowCount(TorchDispatchMode):
         self.live -= size
 
 
-def forward_bytes(plan: str, world: int, sizes: dict[str, int], tokens: int) -> tuple[int, int]:
-    """What a forward up to the logits holds, and the most that lives in it, of one rank in a rehearsal.
+def rehearsed_bytes(plan: str, world: int, sizes: dict[str, int], lengths: Sequence[int]) -> list[int]:
+    """The most that one rank makes and holds at a time in forward, loss and backward of one row of each length, in a rehearsal.
 
-    The loss keeps the logits alone, in so many small pieces that a dry run takes minutes for them.
+    Gradient buffers exist before. The loss is chunked: whole logits would be half of all bytes.
     """
     launch.shutdown()
     launch.rehearse(world, 1 if world > 1 else 0)
-    booster = px.Booster(plan)
+    booster, peaks = px.Booster(replace(px.Plan.parse(plan), chunked_loss=True)), []
     with FakeTensorMode():
         model: Any = llama(**sizes)
         booster.boost(model, torch.optim.AdamW(model.parameters()))
-        ids = torch.zeros(1, tokens, dtype=torch.long)
         training = booster.trainings[0]
         # In a dry run transformers cannot see that rows are not packed, and would make a mask of all tokens for one process.
         alone = Grid(booster.mesh.axis("cp"), booster.mesh.axis("cp"))
         split = training.sequences or SplitSequences(model, alone, training.objective.own, lambda batch: batch, uses_own_loss=True)
-        with split.running({"input_ids": ids, "labels": ids}) as part, HollowCount() as count:
-            logits = model(**{name: value for name, value in part.items() if "labels" not in name}).logits
-            held = count.live
-            del logits
+        for tokens in (4 * world, *lengths):
+            ids = torch.zeros(1, tokens, dtype=torch.long)
+            with split.running({"input_ids": ids, "labels": ids}) as part, HollowCount() as count:
+                loss_sum, counted = training.objective(model, part)
+                training.backward(loss_sum, counted, synchronise=True)
+                del loss_sum, counted
+            peaks.append(count.peak)
     launch.shutdown()
-    return held, count.peak
+    return peaks[1:]
 
 
 def rehearse(options: argparse.Namespace) -> None:
+    """What grows with the tokens is activations; the rest is the head's gradient and one chunk of logits, which no cut makes less."""
+    lengths = (options.tokens // 2, options.tokens)
     for title, sizes, ulysses, ring in (("1B", BILLION, 4, 2), ("8B", EIGHT_BILLION, 8, 2)):
         size = ulysses * ring
-        whole = forward_bytes("bf16", 1, sizes, options.tokens)
-        part = forward_bytes(f"bf16+ulysses{ulysses}+ring{ring}", size, sizes, options.tokens)
-        shares = [mine * size / all_ for mine, all_ in zip(part, whole, strict=True)]
+        half, whole = rehearsed_bytes("bf16", 1, sizes, lengths)
+        own_half, own = rehearsed_bytes(f"bf16+ulysses{ulysses}+ring{ring}", size, sizes, lengths)
+        activations, own_activations = 2 * (whole - half), 2 * (own - own_half)
         print(
-            f"{title}, {options.tokens} tokens, ulysses{ulysses}+ring{ring}: {part[0] / 2**30:.2f} GiB held for the backward, "
-            f"{shares[0]:.3f} of its share; {part[1] / 2**30:.2f} GiB at the peak of the forward, {shares[1]:.3f}",
+            f"{title}, {options.tokens} tokens, ulysses{ulysses}+ring{ring}: {own / 2**30:.2f} GiB at the peak of a rank, "
+            f"{whole / 2**30:.2f} of one process, {own * size / whole:.3f} of its share; of these activations "
+            f"{own_activations / 2**30:.2f} and {activations / 2**30:.2f} GiB, {own_activations * size / activations:.3f} of the share",
             flush=True,
         )
 

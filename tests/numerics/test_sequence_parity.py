@@ -12,9 +12,9 @@ from phalanx.verify import verify_named
 
 PROGRAMS = Path(__file__).with_name("sequence_programs.py")
 
-# Every model and every grid, with each stage of ZeRO, accumulation and recompute at least once.
+# Every model and every grid, with each stage of ZeRO, accumulation, recompute and half precision at least once.
 COVER = [
-    ("tiny-llama", "ulysses2"),
+    ("tiny-llama", "bf16+ulysses2"),
     ("tiny-llama", "zero3+ulysses2+ring2"),
     ("tiny-qwen3", "zero1+ring2"),
     ("tiny-gpt2", "cp3"),
@@ -23,7 +23,7 @@ COVER = [
     ("tiny-gemma3-text", "cp4"),
     ("tiny-bert", "ring3"),
     ("tiny-bert", "zero2+cp2+acc2"),
-    ("tiny-roberta", "ring2"),
+    ("tiny-roberta", "fp16+ring2"),
     ("tiny-opt", "ulysses2"),
     ("tiny-olmoe", "dp2+ep2+ring2"),
     ("tiny-llama", "tp2+sp+ulysses2"),

@@ -135,3 +135,57 @@ def _long_rope() -> None:
 def test_frequencies_that_depend_on_the_length_are_refused():
     with pytest.raises(RankError, match="positions depend on the length"):
         run_ranks(_long_rope, 2)
+
+
+def _generation(plan: str) -> bool:
+    """Between two steps on parts of rows."""
+    model, prompt = _llama(), programs.draw(5, ROWS, 7)
+    booster, boosted, _ = _boosted(plan, model)
+    booster.step(_batch())
+    alone = _llama()
+    alone.load_state_dict(booster.full_state_dict())
+    with booster.gathered():
+        found = boosted.eval().generate(input_ids=prompt, max_new_tokens=5, do_sample=False)
+    booster.step(_batch(1))
+    return torch.equal(found, alone.eval().generate(input_ids=prompt, max_new_tokens=5, do_sample=False))
+
+
+def test_a_model_generates_whole_rows_between_steps_on_parts():
+    assert all(run_ranks(_generation, 2, "zero3+ring2"))
+
+
+def _losses_of_two_models(plan: str) -> list[float]:
+    """One of transformers on packed rows and one of another kind, which finds its positions itself, in turn."""
+    booster, losses = px.Booster(plan), []
+    torch.manual_seed(0)
+    first, second = _llama(), programs.Transformer().double()
+    first, first_optimizer, *_ = booster.boost(first, torch.optim.SGD(first.parameters(), lr=0.1))
+    second, second_optimizer, *_ = booster.boost(second, torch.optim.SGD(second.parameters(), lr=0.1), programs.sum_and_count)
+    for step in range(3):
+        losses.append(booster.forward_backward(programs.packed_batch(step), model=first).loss)
+        losses.append(booster.forward_backward(programs.own_batch(step), model=second).loss)
+        first_optimizer.step()
+        second_optimizer.step()
+    return losses
+
+
+def test_two_models_take_turns_on_parts():
+    expected = run_ranks(_losses_of_two_models, 1, "zero0")[0]
+    for losses in run_ranks(_losses_of_two_models, 2, "ring2"):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
+def _mean_over_everything(length: int, counts: bool) -> None:
+    def criterion(values: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return ((values - batch["wanted"]) ** 2).mean()
+
+    booster, model = px.Booster("ring2", count=(lambda batch: batch["wanted"].numel()) if counts else None), programs.Values().double()
+    booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), criterion)
+    booster.step({"ids": programs.draw(0, ROWS, length), "wanted": torch.ones(ROWS, length, dtype=torch.float64)})
+
+
+@pytest.mark.parametrize(("length", "counts"), [(20, True), (4, True), (LENGTH, False)])
+def test_a_mean_over_every_element_is_refused(length, counts):
+    """Also where this batch's length divides: that of the next one may not."""
+    with pytest.raises(RankError, match=r"every element counts what fills them.*\(loss_sum, count\) of the tokens that count"):
+        run_ranks(_mean_over_everything, 2, length, counts)

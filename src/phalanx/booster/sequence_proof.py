@@ -47,7 +47,7 @@ def prove(sequences: SplitSequences, batch: Any, evaluate: Evaluate, world: Axis
     with torch.no_grad(), _evaluating(model), _opened(model):
         with _recorded(model) as whole:
             expected = torch.stack([value.double() for value in evaluate(sequences.whole(short))])
-        problem: str | None = None
+        problem = unequal = None
         for style in styles:
             sequences.label_style = style
             with sequences.running(short) as local, _recorded(model) as parts, _refusing(sequences):
@@ -55,14 +55,16 @@ def prove(sequences: SplitSequences, batch: Any, evaluate: Evaluate, world: Axis
             problem = _first(_mixing_module(whole, parts, sequences.part(short)), world)
             if problem is not None:
                 break
-            problem = _first(_unequal_loss(expected, found, sequences), world)
-            if problem is None:
+            unequal = _first(_unequal_loss(expected, found, sequences), world)
+            if unequal is None:
                 break
-        problem = problem or _first(_told_problem(sequences, short, evaluate, world), world)
+        if unequal is None:
+            problem = problem or _first(_told_problem(sequences, short, evaluate, world), world)
     sequences.position_sites = sequences.found_sites
-    if problem is None:
-        return
-    raise _refusal(problem, sequences)
+    if problem is not None:
+        raise _refusal(problem, sequences)
+    if unequal is not None:
+        raise _refusal_of_loss(unequal, sequences)
 
 
 def _refusal(problem: str, sequences: SplitSequences) -> PlanError:
@@ -70,6 +72,16 @@ def _refusal(problem: str, sequences: SplitSequences) -> PlanError:
         f"{problem}, and the plan cuts sequences over {sequences.grid.size} ranks",
         allowed="modules that treat each token by itself, and attention through transformers or scaled_dot_product_attention",
         remedy="a plan without cp",
+    )
+
+
+def _refusal_of_loss(unequal: str, sequences: SplitSequences) -> PlanError:
+    """Of a model that is right on parts, and of whose numbers a loss is made that is not."""
+    return PlanError(
+        f"{unequal}, and the plan cuts sequences over {sequences.grid.size} ranks. Parts are filled up to one length, and a mean over "
+        "every element counts what fills them",
+        allowed="a mean over labels that are not -100, or a sum over tokens that an entry of the batch marks: it is 0 in what fills a part",
+        remedy="a criterion that returns (loss_sum, count) of the tokens that count",
     )
 
 
@@ -85,9 +97,10 @@ def _refusing(sequences: SplitSequences) -> Iterator[None]:
 
 
 def _short(batch: Any, size: int) -> Any:
-    """The first tokens of the first rows, none of them hidden and all with a label: one token less than divides."""
+    """The first tokens of the first rows, none of them hidden and all with a label: so many that a part has to be filled up."""
     total, length = num_rows(batch), row_length(batch)
     rows, tokens = take_rows(batch, 0, min(MOST_ROWS, total), total), min(length, size * PART_TOKENS - 1)
+    tokens -= tokens % size == 0
 
     def shorten(name: str, value: Any) -> Any:
         if name.endswith("attention_mask") and isinstance(value, Mapping):
@@ -95,10 +108,10 @@ def _short(batch: Any, size: int) -> Any:
         if not isinstance(value, torch.Tensor) or value.dim() < 2:
             return value
         if name.endswith("attention_mask"):
-            return torch.ones_like(value[:, :tokens]) if value.dim() == 2 else value[..., :tokens, :tokens]
+            return torch.ones_like(value[:, :tokens]) if value.dim() == 2 else value[..., :tokens, :tokens].contiguous()
         if name == "labels" and not value.is_floating_point():  # then every label counts, and one that is lost is missed
             value = value.clamp(min=0)
-        return value[:, :tokens] if value.shape[1] == length else value
+        return value[:, :tokens].contiguous() if value.shape[1] == length else value  # as models get them, which may view them flat
 
     return _mapped(rows, shorten)
 
