@@ -119,7 +119,7 @@ class ShadowChunk:
 
     def __init__(self, chunk: Chunk, number: int, recorder: Recorder, slots: list[Slot]):
         self.name, self.policy, self.number, self.recorder, self.slots = chunk.name, chunk.policy, number, recorder, slots
-        self.is_trainable = chunk.is_trainable
+        self.is_trainable, self.is_occasional = chunk.is_trainable, chunk.is_occasional
         self.is_gathered = not chunk.policy.parameter
         self.is_reduced = self.has_gradient = False
         self.pending_gather = None
@@ -161,6 +161,11 @@ class _Shadow:
     name: str
     parameter: nn.Parameter
     can_learn: bool
+    is_occasional: bool
+
+    @property
+    def num_elements(self) -> int:
+        return self.parameter.numel()
 
 
 class DryRun:
@@ -185,7 +190,7 @@ class DryRun:
         self.in_flight = in_flight
 
     def _slots(self, chunk: Chunk) -> list[Any]:
-        return [_Shadow(slot.name, self.fakes[id(slot)], slot.can_learn) for slot in chunk.slots]
+        return [_Shadow(slot.name, self.fakes[id(slot)], slot.can_learn, slot.is_occasional) for slot in chunk.slots]
 
     def record(self, loss_of: Callable[[Any], torch.Tensor], batch: Any) -> Record:
         """Runs the pass twice, since the first teaches the order that the second follows, and returns the second's record."""
