@@ -44,6 +44,7 @@ COVER = [
     ("user-module", "pp3+zb-h1", 3),
     ("user-module", "zero3+pp2", 4),
     ("tiny-gpt2", "pp2+zb-h1+recompute=0.5", 2),
+    ("tiny-llama", "pp2+zb-h1+recompute=full,0", 2),
 ]
 
 
@@ -93,6 +94,22 @@ def test_every_stage_of_zero(zero, schedule, extra):
     check("tiny-llama", f"zero{zero}+pp2+{schedule}{extra}", 4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("extra", ["recompute=full,0", "recompute=0,selective+acc2", "recompute=0.5,full+micro3"])
+@pytest.mark.parametrize("model", ["tiny-llama"])
+def test_recompute_that_differs_by_rank(model, zero, schedule, extra):
+    check(model, f"zero{zero}+pp2+{schedule}+{extra}", 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["interleaved2", "zbv", "dualpipev"])
+@pytest.mark.parametrize("model", ["tiny-gpt2"])
+def test_recompute_that_differs_by_stage(model, schedule):
+    check(model, f"pp2+{schedule}+recompute=full,0,selective,0", 2)
+
+
 @pytest.mark.parametrize(("model", "plan"), [("tiny-gpt2", "zero3+pp2+zb-h1+acc2")])
 def test_state_that_stays_for_a_step(model, plan):
     check(model, plan, 4, keeps=True)
@@ -109,6 +126,14 @@ def test_state_that_stays_for_a_step_under_every_schedule(model, plan):
 
 FAMILIES = ("mistral", "qwen2", "gemma", "gemma2", "gemma3-text", "opt", "bloom", "phi", "phi3", "gpt-neox", "gpt-neo", "olmo2")
 OTHER_FAMILIES = ("stablelm", "starcoder2", "granite", "cohere", "falcon", "roberta", "distilbert", "electra", "deit", "bart")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "world"), [("tp2+pp2+micro3", 4), ("tp4+pp2", 8), ("zero3+tp2+pp2", 8)])
+@pytest.mark.parametrize("model", ["tiny-qwen3", "tiny-llama"])
+def test_a_vocabulary_that_does_not_divide(model, plan, world):
+    """37 words, as a head of its own and tied to the embedding of another stage."""
+    check(model, plan, world)
 
 
 @pytest.mark.slow

@@ -206,7 +206,10 @@ def exported(plan, folder, tied):
     return booster.full_state_dict()
 
 
-@pytest.mark.parametrize(("plan", "tied"), [("zero0", True), ("zero2+bf16", True), ("zero3", True), ("zero3", False), ("fsdp", False)])
+EXPORTS = [("zero0", True), ("zero2+bf16", True), ("zero3", True), ("zero3", False), ("fsdp", False), ("pp2", True), ("pp2", False)]
+
+
+@pytest.mark.parametrize(("plan", "tied"), EXPORTS)
 def test_models_go_out_in_the_form_of_transformers(tmp_path, plan, tied):
     from transformers import LlamaForCausalLM
 

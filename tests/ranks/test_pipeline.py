@@ -4,11 +4,12 @@ import time
 
 import pytest
 import torch
-from booster_programs import TOLERANCE, Decoder, batch, boost, decoder, plain_step, sgd, weights, worst
+from booster_programs import TOLERANCE, Block, Decoder, batch, boost, decoder, plain_step, sgd, weights, worst
 from torch import nn
 
 import phalanx as px
 from phalanx.errors import ConfigError, PlanError
+from phalanx.parallel.pipeline.balance import LayerCosts
 from phalanx.parallel.pipeline.trace import costs_of, from_record, simulated_beside
 from phalanx.testing import RankError, run_ranks
 
@@ -269,9 +270,45 @@ def dropped(plan, rows):
 
 def test_dropout_is_the_same_with_and_without_recompute():
     rows = batch(1)
-    plain, again = (run_ranks(dropped, 2, plan, rows)[0] for plan in ("pp2", "pp2+recompute"))
-    assert plain == again
+    plain, *again = (run_ranks(dropped, 2, plan, rows)[0] for plan in ("pp2", "pp2+recompute", "pp2+zb-h1+recompute=0.5,0"))
+    assert all(losses == plain for losses in again)
     assert plain[0] != plain[1]
+
+
+def forwards_of_layers(plan, layers, rows):
+    """How often each layer of this rank runs in a micro-batch, and which stages halve their backwards."""
+    model = decoder(layers=layers)
+    booster, model, _ = boost(plan, model, sgd(model))
+    booster.step(rows)
+    calls, plain = {}, Block.forward
+    number = {block: index for index, block in enumerate(model.blocks)}
+
+    def counted(self, x):
+        calls[number[self]] = calls.get(number[self], 0) + 1
+        return plain(self, x)
+
+    Block.forward = counted
+    booster.step(rows)
+    Block.forward = plain
+    runner = booster.trainings[0].runner
+    stages = [runner.table.stage(runner.rank, chunk) for chunk in range(runner.table.num_chunks)]
+    mine = {index for stage in stages for index in range(runner.cut.starts[stage], runner.cut.starts[stage + 1])}
+    return {index: calls[index] / booster.plan.num_micro for index in mine}, {stage: runner.splits(stage) for stage in stages}
+
+
+@pytest.mark.parametrize(
+    ("plan", "layers", "forwards", "halved"),
+    [
+        ("pp2+zb-h1+recompute=full,0", 5, [2, 2, 2, 1, 1], [False, True]),
+        ("pp2+recompute=0,0.5", 5, [1, 1, 1, 1, 2], [True, False]),
+        ("pp2+zbv+recompute=full,0", 4, [2, 1, 1, 2], [False, True, True, False]),  # by rank
+        ("pp2+zbv+recompute=0,full,0,0", 4, [1, 2, 1, 1], [True, False, True, True]),  # by stage
+    ],
+)
+def test_stages_recompute_what_the_plan_says_of_each(plan, layers, forwards, halved):
+    ranks = run_ranks(forwards_of_layers, 2, plan, layers, batch(1))
+    assert [count for _, count in sorted({**ranks[0][0], **ranks[1][0]}.items())] == forwards
+    assert [count for _, count in sorted({**ranks[0][1], **ranks[1][1]}.items())] == halved
 
 
 class Slow(torch.autograd.Function):
@@ -323,3 +360,35 @@ def test_a_real_step_takes_the_time_that_the_simulation_says(plan):
             break
     assert abs(ratios[-1] - 1) < 0.05, ratios
     assert costs_of(table, spans).forward[1] == pytest.approx(seconds[1], rel=0.15)
+
+
+def cut_twice(seconds):
+    """The layers of each stage and the time of a step: cut by counted costs, and by those of that step."""
+    found = []
+    costs = None
+    for _ in range(2):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(*(SlowBlock(each) for each in seconds)))
+        booster, model, _ = boost(
+            "pp2+micro4", model, sgd(model), lambda output, rows: (output.sum(), torch.tensor(1.0)), layer_costs=costs
+        )
+        rows = torch.randn(8, 4)
+        booster.step(rows)
+        _, costs = booster.traced_step(rows)
+        found.append((booster.trainings[0].runner.cut.sizes, simulated_beside(*from_record(costs))[0].step_s))
+    return found
+
+
+def test_stages_are_cut_by_the_times_of_an_earlier_step():
+    (counted, before), (measured, after) = run_ranks(cut_twice, 2, (0.02, 0.02, 0.0025, 0.0025, 0.0025))[0]
+    assert (counted, measured) == ([2, 3], [1, 4])
+    assert after < before
+
+
+def cut_by_costs_of_another_model():
+    costs = LayerCosts(forward=(1.0,) * 3, input=(1.0,) * 3, weight=(1.0,) * 3, activation_bytes=(1.0,) * 3)
+    boost("pp2", decoder(), layer_costs=costs)
+
+
+def test_costs_of_another_number_of_layers_are_refused():
+    with pytest.raises(RankError, match="costs of 3 layers for a model of 4"):
+        run_ranks(cut_by_costs_of_another_model, 2)

@@ -312,7 +312,7 @@ def round_trip(plan, folder):
     return [name for name, value in expected.items() if not torch.equal(value, loaded[name]) or not torch.equal(value, again[name])]
 
 
-@pytest.mark.parametrize(("plan", "world"), [("tp3", 3), ("zero3+tp2+sp", 4)])
+@pytest.mark.parametrize(("plan", "world"), [("tp3", 3), ("zero3+tp2+sp", 4), ("tp2+pp2", 4)])
 def test_files_of_transformers_go_out_and_in_bit_for_bit(plan, world, tmp_path):
     assert run_ranks(round_trip, world, plan, tmp_path)[0] == []
 
@@ -327,7 +327,7 @@ def started(plan, lazy):
     return [name for name, value in llama(2, kv_heads=2).state_dict().items() if not torch.equal(full[name], value)]
 
 
-@pytest.mark.parametrize(("plan", "world"), [("tp3", 3), ("zero3+tp2+sp", 4)])
+@pytest.mark.parametrize(("plan", "world"), [("tp3", 3), ("zero3+tp2+sp", 4), ("tp2+pp2", 4), ("zero3+pp2", 4)])
 def test_a_start_does_not_depend_on_the_plan(plan, world):
     assert run_ranks(started, world, plan, False)[0] == run_ranks(started, world, plan, True)[0] == []
 
@@ -341,6 +341,6 @@ def generated(plan):
     return torch.equal(boosted.generate(prompts, **options), expected)
 
 
-@pytest.mark.parametrize(("plan", "world"), [("tp2+sp", 2), ("zero3+tp2", 4)])
+@pytest.mark.parametrize(("plan", "world"), [("tp2+sp", 2), ("zero3+tp2", 4), ("tp2+pp2", 4)])
 def test_a_split_model_generates_as_before(plan, world):
     assert all(run_ranks(generated, world, plan))

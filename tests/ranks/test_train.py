@@ -81,6 +81,7 @@ LARGER = ("hidden_size=128", "intermediate_size=384", "num_hidden_layers=4", "nu
 
 
 OTHERS = {"interleaved2": 0.02, "gpipe": 0.04, "zb-h1": 0.12}
+OTHERS |= {"recompute=full,0": 0.02, "zb-h1+recompute=0,full": 0.02}
 ABOVE = [("pp2", 0.02), *(pytest.param(f"pp2+{name}", above, marks=pytest.mark.slow) for name, above in OTHERS.items())]
 
 

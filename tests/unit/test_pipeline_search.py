@@ -5,11 +5,14 @@ import random
 
 import pytest
 
-from phalanx.errors import PlanError
+from phalanx.errors import ConfigError, PlanError
+from phalanx.log import Events
 from phalanx.parallel.pipeline.balance import LayerCosts, balance
 from phalanx.parallel.pipeline.check import require_valid
+from phalanx.parallel.pipeline.schedules import make_table
 from phalanx.parallel.pipeline.search import auto_schedule, fits, known_tables
-from phalanx.parallel.pipeline.simulate import peaks, simulate
+from phalanx.parallel.pipeline.simulate import Costs, peaks, simulate
+from phalanx.parallel.pipeline.trace import layer_costs_of, to_record
 
 
 def random_setting(draw):
@@ -22,7 +25,8 @@ def random_setting(draw):
         weight=row(0.2, 2),
         activation_bytes=row(0.5, 2),
         transfer=draw.choice([0, 0.1, 0.5]),
-        ends=(draw.uniform(0, 2), draw.uniform(0, 4)),
+        first=(draw.uniform(0, 0.7),) * 3,
+        last=(draw.uniform(0, 1.3),) * 3,
     )
     held = [max(peaks(table, cut)) for table, cut in known_tables(layers.cut, num_ranks, num_micro)]
     limits = None if draw.random() < 0.3 else [draw.uniform(0.7 * min(held), max(held))] * num_ranks
@@ -80,3 +84,52 @@ def test_layers_that_do_not_divide():
     assert balance([1] * 10, 4, first=0.5, last=2) == [3, 3, 3, 1]
     with pytest.raises(PlanError, match="3 stages for 2 layers"):
         balance([1, 1], 3)
+
+
+def counted_costs(*costs, first=0.0, last=0.0):
+    return LayerCosts(forward=costs, input=costs, weight=costs, activation_bytes=(1.0,) * len(costs), first=(first,) * 3, last=(last,) * 3)
+
+
+def test_measured_times_of_stages_are_those_of_their_layers():
+    layers = counted_costs(1.0, 3.0, 2.0, 2.0, first=1.0, last=4.0)
+    stages = Costs(forward=(10.0, 8.0), input=(5.0, 16.0), weight=(0.0, 4.0))
+    found = layers.measured([2, 2], stages)
+    assert found.forward == (2.0, 6.0, 2.0, 2.0)
+    assert found.input == (1.0, 3.0, 4.0, 4.0)
+    assert (found.first, found.last) == ((2.0, 1.0, 0.0), (4.0, 8.0, 2.0))
+    assert found.cut(2) == Costs(
+        forward=(12.0, 6.0), input=(9.0, 12.0), weight=(1.0, 3.0), activation_bytes=(3.0, 1.0)
+    )  # of three layers and one
+    # Weight halves that took no time divide evenly what they take another time.
+    assert found.measured([2, 2], Costs(forward=(1, 1), input=(1, 1), weight=(3.0, 1.0))).weight[:2] == (1.0, 1.0)
+
+
+def test_measured_costs_move_the_cut_and_the_order():
+    layers = counted_costs(1.0, 1.0, 1.0, 1.0)
+    assert layers.sizes(2) == [2, 2]
+    measured = layers.measured([2, 2], Costs(forward=(8.0, 2.0), input=(8.0, 2.0), weight=(1.0, 1.0)))
+    assert measured.sizes(2) == [1, 3]
+    measured = layers.measured([2, 2], Costs(forward=(4.0, 1.0), input=(6.0, 1.0), weight=(0.5, 3.0)))
+    by_count, by_time = (auto_schedule(costs.cut, 2, 5, [4.0, 4.0], tries=10) for costs in (layers, measured))
+    assert simulate(by_time, measured.cut(by_time.num_stages)).step_s < simulate(by_count, measured.cut(by_count.num_stages)).step_s
+
+
+def test_a_run_says_what_its_layers_cost(tmp_path):
+    """From the record of a step, from the folder of a run, and from neither."""
+
+    class Halved:
+        costs, sizes = counted_costs(1.0, 1.0, 1.0, 1.0), [2, 2]
+
+    table = make_table("zb-h1", 2, 3)
+    stages = Costs(forward=(4.0, 2.0), input=(4.0, 2.0), weight=(2.0, 2.0))
+    record = to_record(table, simulate(table, stages).spans, Halved)
+    assert layer_costs_of(record) == Halved.costs.measured([2, 2], stages)
+    sink = Events()
+    sink.open(tmp_path / "events.jsonl", "run", 0)
+    sink.emit("pipeline", "trace", **record)
+    sink.close()
+    assert layer_costs_of(tmp_path) == layer_costs_of(str(tmp_path)) == layer_costs_of(record)
+    with pytest.raises(ConfigError, match=r"holds no events\.jsonl"):
+        layer_costs_of(tmp_path / "none")
+    with pytest.raises(ConfigError, match="without the times of layers"):
+        layer_costs_of({"spans": []})

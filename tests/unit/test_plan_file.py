@@ -18,6 +18,7 @@ def test_a_file_says_what_the_text_says(tmp_path):
         "zero1+tp2+pp4",
         "zero3:4+bf16",
         "tp8:2.5d2+recompute=0.5",
+        "pp3+recompute=full,0.5,0",
         "ulysses2+ring2",
         "pp2+interleaved2+micro5",
         "gemini",

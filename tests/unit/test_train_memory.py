@@ -3,7 +3,7 @@
 import torch
 
 from phalanx.anatomy import layer_stacks
-from phalanx.booster.stages import table_and_cut
+from phalanx.booster.stages import recompute_by_stage, recomputes, table_and_cut
 from phalanx.plan import Plan
 from phalanx.train.memory import TensorCount, activation_bytes_of_a_row, chunk_sizes
 from phalanx.train.stage_memory import Parts
@@ -98,3 +98,18 @@ def test_stages_keep_what_their_layers_keep():
     assert (4 - num_first) * 15 * (8 + 32) * 4 <= last.kept <= (4 - num_first) * 15 * (8 + 32) * 4 + 15 * (8 + 3 * 5 + 2) * 4
     assert first.forward >= first.kept
     assert last.backward > 0
+
+
+def test_a_stage_that_recomputes_keeps_the_inputs_of_its_layers():
+    model, words = Stacked(), torch.zeros(2, 5, dtype=torch.int64)
+    plan = Plan.parse("pp2+recompute=full,0")
+    table, cut = table_and_cut(model, tuple(layer_stacks(model)), plan)
+    recompute_by_stage(plan, table, cut)
+    assert [recomputes(cut, stage) for stage in range(2)] == [True, False]
+    parts = Parts(model, {"x": words, "labels": words}, cut, 3)
+    other = Stacked()
+    plain = Parts(other, {"x": words, "labels": words}, table_and_cut(other, tuple(layer_stacks(other)), Plan.parse("pp2"))[1], 3)
+    first, last = (parts.stage(stage, False) for stage in range(2))
+    assert first.kept <= cut.starts[1] * (15 * 8 * 4 + 5056)  # and the random state, to draw the same again
+    assert first.backward > plain.stage(0, False).backward
+    assert (last.kept, last.backward) == (plain.stage(1, False).kept, plain.stage(1, False).backward)

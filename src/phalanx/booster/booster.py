@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ from phalanx.optim.elementwise import elementwise_state
 from phalanx.optim.scale import LossScale
 from phalanx.parallel.expert.load import LayerLoad
 from phalanx.parallel.expert.routing import Routing
-from phalanx.parallel.pipeline.trace import to_record
+from phalanx.parallel.pipeline.balance import LayerCosts
+from phalanx.parallel.pipeline.trace import layer_costs_of, to_record
 from phalanx.parallel.sequence import Grid
 from phalanx.plan import Plan
 from phalanx.plan.fields import Budgets
@@ -50,7 +51,8 @@ class Booster:
 
     `plan` is a Plan, its text ("zero2+bf16"), a table, or a plugin. `clip_norm` limits the global gradient norm of kind `norm_type`.
     `forward(model, batch)`, `count(batch)` and `split(batch, start, stop)` replace the defaults for unusual models and batches.
-    `stage_sizes` are the layers of each pipeline stage; without them stages are cut by counted cost.
+    `stage_sizes` are the layers of each pipeline stage; without them stages are cut by cost. `layer_costs` (the record of an earlier
+    `traced_step`, or the folder of a run that has one) says what layers cost in place of a count of their weights.
     Raises: PlanError listing every conflict before anything is changed.
     """
 
@@ -66,6 +68,7 @@ class Booster:
         split: Callable[[Any, int, int], Any] | None = None,
         routing: Routing | None = None,
         stage_sizes: Sequence[int] | None = None,
+        layer_costs: LayerCosts | Mapping[str, Any] | str | Path | None = None,
         seed: int = 0,
     ):
         plan, plugin = _plan_and_plugin(plan, plugin)
@@ -73,6 +76,7 @@ class Booster:
         self.clip_norm = clip_norm if clip_norm is not None else getattr(plugin, "clip_norm", None)
         self.norm_type, self.seed, self.routing = norm_type, seed, routing
         self.forward, self.count, self.split, self.stage_sizes = forward, count, split, stage_sizes
+        self.layer_costs = None if layer_costs is None else layer_costs_of(layer_costs)
         if self.clip_norm is not None and self.clip_norm <= 0:
             raise ConfigError(f"clip_norm is {self.clip_norm}", allowed="a number above 0, or None", remedy="clip_norm=1.0")
         self.world = launch.launch()
@@ -107,7 +111,9 @@ class Booster:
         start = StartState(model, self.mesh.world, self.world.device)
         if self.plan.pp > 1:
             watchable = forward_to_watch(model, context.example, objective)
-            context.stages = Stages(model, self.plan, self.mesh, self.world.device, context.share, watchable, self.stage_sizes)
+            context.stages = Stages(
+                model, self.plan, self.mesh, self.world.device, context.share, watchable, self.stage_sizes, self.layer_costs
+            )
         for run in PASSES:
             model = run(model, context)
         objective.reading = context.reading
@@ -272,7 +278,7 @@ class Booster:
         finally:
             runner.spans = None
         own = spans[-len(runner.table.computations(runner.rank)) :]  # of the last accumulation pass
-        return result, to_record(runner.table, itertools.chain(*comm.gather_objects(own, runner.axis)))
+        return result, to_record(runner.table, [*itertools.chain(*comm.gather_objects(own, runner.axis))], runner.cut)
 
     def evaluate(self, batch: Any, model: nn.Module | None = None) -> Result:
         """Loss and count of a global batch, without gradients, in evaluation mode."""

@@ -14,7 +14,7 @@ from phalanx.anatomy import is_batch_dependent, layer_stacks, replace_causal_los
 from phalanx.booster import tensor_parallel
 from phalanx.booster.mixtures import place_experts, sum_balance_losses
 from phalanx.booster.roles import AxisRoles
-from phalanx.booster.stages import Stages
+from phalanx.booster.stages import Stages, recompute_by_stage
 from phalanx.cluster.mesh import Axis, Mesh
 from phalanx.cluster.placement import Placements
 from phalanx.cluster.random import SplitDraws, Streams
@@ -115,7 +115,9 @@ def split_tensors(model: nn.Module, context: Context) -> nn.Module:
 
 
 def recompute_blocks(model: nn.Module, context: Context) -> nn.Module:
-    if context.plan.recompute is not None:
+    if context.stages is not None:
+        recompute_by_stage(context.plan, context.stages.table, context.stages.cut)
+    elif context.plan.recompute is not None:
         recompute.apply([block for _, block in layer_stacks(model)], context.plan.recompute)
     return model
 

@@ -14,14 +14,16 @@ from phalanx.anatomy import Unrunnable, guess_call, layer_stacks
 from phalanx.cluster.mesh import Axis, Mesh, make_axis
 from phalanx.cluster.placement import Placements
 from phalanx.cluster.random import SplitDraws
+from phalanx.errors import PlanError
 from phalanx.layout import PartState
 from phalanx.memory import StateEngine
 from phalanx.memory.partition import find_slots
+from phalanx.parallel import recompute
 from phalanx.parallel.expert.share import PassShare
 from phalanx.parallel.pipeline.balance import LayerCosts
-from phalanx.parallel.pipeline.cut import Cut, Poison, cost_of, costs_of_ends, owners, take_out
+from phalanx.parallel.pipeline.cut import Cut, Poison, counted, owners, take_out
 from phalanx.parallel.pipeline.gates import Gates
-from phalanx.parallel.pipeline.reads import Places, places_by_registration, places_by_running
+from phalanx.parallel.pipeline.reads import places_by_registration, places_by_running
 from phalanx.parallel.pipeline.run import CHANNELS, Hooks, Objective, Runner
 from phalanx.parallel.pipeline.search import plan_table
 from phalanx.parallel.pipeline.state import add_state
@@ -44,11 +46,12 @@ class Stages:
         share: PassShare,
         run: Callable[[], Any] | None,
         sizes: Sequence[int] | None = None,
+        costs: LayerCosts | None = None,
     ):
         self.model, self.plan, self.mesh, self.device, self.share = model, plan, mesh, device, share
         self.axis = mesh.axis("pp")
         self.blocks = tuple(layer_stacks(model))
-        self.table, self.cut = table_and_cut(model, self.blocks, plan, run, sizes)
+        self.table, self.cut = table_and_cut(model, self.blocks, plan, run, sizes, costs)
         self.stage_of = dict(stages_by_registration(model, self.cut))
         self.mine = [self.table.stage(self.axis.index, chunk) for chunk in range(self.table.num_chunks)]
         self.current = self.mine[0]
@@ -99,7 +102,7 @@ class Stages:
             axis=self.axis,
             channels={name: self.mesh.channel(self.axis, name) for name in CHANNELS},
             device=self.device,
-            splits=self.plan.recompute is None and (self.plan.pp_keep or not engine.policy.parameter),
+            splits=lambda stage: (self.plan.pp_keep or not engine.policy.parameter) and not recomputes(self.cut, stage),
             hooks=Hooks(forward=self._forward, backward=self._backward, added=self._added, state=self._move_state),
         )
 
@@ -153,12 +156,40 @@ class Stages:
 
 
 def table_and_cut(
-    model: nn.Module, blocks: tuple, plan: Plan, run: Callable[[], Any] | None = None, sizes: Sequence[int] | None = None
+    model: nn.Module,
+    blocks: tuple,
+    plan: Plan,
+    run: Callable[[], Any] | None = None,
+    sizes: Sequence[int] | None = None,
+    costs: LayerCosts | None = None,
 ) -> tuple[Table, Cut]:
-    """The plan's table, and the model's cut into its stages; `run` is a forward that shows who reads what."""
-    places = _places(model, blocks, run)
-    table = _table(plan, model, blocks, places)
-    return table, Cut.balanced(model, blocks, places, table.num_stages, sizes)
+    """The plan's table, and the model's cut into its stages; `run` is a forward that shows who reads what.
+
+    Without measured `costs` they are counted.
+    """
+    places = places_by_registration(model, blocks) if run is None else places_by_running(model, blocks, run)
+    costs = costs or counted(model, blocks, places)
+    if len(costs.forward) != len(blocks):
+        found = f"costs of {len(costs.forward)} layers for a model of {len(blocks)}"
+        raise PlanError(found, allowed="one for each layer", remedy="a record of this model, or no costs: they are then counted")
+    table = plan_table(plan.schedule, plan.interleaved, plan.pp, plan.num_micro, plan.num_chunks, costs)
+    # Gradients that stay whole are reduced once per step in any case; those of zero2 and zero3 else in every backward.
+    table = add_state(table, gathers=plan.pp_keep and plan.zero == 3, reduces=plan.pp_keep or plan.zero < 2)
+    return table, Cut.balanced(blocks, places, costs, table.num_stages, sizes)
+
+
+def recompute_by_stage(plan: Plan, table: Table, cut: Cut) -> None:
+    """Has the blocks recompute as the plan says: all of them in one way, or those of each stage in its own."""
+    if isinstance(plan.recompute, tuple):
+        for stage in range(cut.num_stages):
+            recompute.apply(cut.blocks_of(stage), plan.recompute_of(stage, table.home(stage)[0]) or 0.0)
+    elif plan.recompute is not None:
+        recompute.apply([block for _, block in cut.blocks], plan.recompute)
+
+
+def recomputes(cut: Cut, stage: int) -> bool:
+    """Whether any block of a stage recomputes."""
+    return any(map(recompute.recomputes, cut.blocks_of(stage)))
 
 
 def stages_by_registration(model: nn.Module, cut: Cut) -> Iterator[tuple[nn.Module, int]]:
@@ -179,18 +210,3 @@ def forward_to_watch(model: nn.Module, example: Any, objective: Callable[[nn.Mod
     except Unrunnable:
         return None
     return lambda: call(model)
-
-
-def _places(model: nn.Module, blocks: tuple, run: Callable[[], Any] | None) -> Places:
-    return places_by_registration(model, blocks) if run is None else places_by_running(model, blocks, run)
-
-
-def _table(plan: Plan, model: nn.Module, blocks: tuple, places: Places) -> Table:
-    """The plan's table; costs are counted, and the three parts of a layer's work take about equal time."""
-    costs = tuple(cost_of(block) for _, block in blocks)
-    first, last = costs_of_ends(model, blocks, places)
-    held = (1.0,) * len(blocks)
-    layers = LayerCosts(forward=costs, input=costs, weight=costs, activation_bytes=held, ends=(3 * first, 3 * last))
-    table = plan_table(plan.schedule, plan.interleaved, plan.pp, plan.num_micro, plan.num_chunks, layers)
-    # Gradients that stay whole are reduced once per step in any case; those of zero2 and zero3 else in every backward.
-    return add_state(table, gathers=plan.pp_keep and plan.zero == 3, reduces=plan.pp_keep or plan.zero < 2)

@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 from phalanx.cli.output import print_json, print_rows
-from phalanx.errors import ConfigError
 
 EXAMPLE = "phalanx trace runs/short --picture runs/short/pipeline.svg"
 
@@ -18,9 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     from phalanx.parallel.pipeline.picture import print_timeline, save_picture
-    from phalanx.parallel.pipeline.trace import from_record, simulated_beside
+    from phalanx.parallel.pipeline.trace import from_record, record_of, simulated_beside
 
-    table, spans = from_record(_record(arguments.run))
+    table, spans = from_record(record_of(arguments.run))
     measured, simulated = simulated_beside(table, spans)
     picture = arguments.picture or arguments.run / "pipeline.svg"
     save_picture(picture, [(f"{table.name}, measured", measured), (f"{table.name}, simulated with its mean times", simulated)])
@@ -38,16 +37,3 @@ def execute(arguments: argparse.Namespace) -> int:
     print("measured\n" + print_timeline(measured) + "\nsimulated\n" + print_timeline(simulated))
     print_rows([(name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else value) for name, value in report.items()])
     return 0
-
-
-def _record(run: Path) -> dict:
-    """The last recorded step of a run. Raises: ConfigError where it has none."""
-    from phalanx.log import read_events
-
-    path = run / "events.jsonl"
-    if not path.is_file():
-        raise ConfigError(f"{run} holds no events.jsonl", allowed="the folder of a run", remedy="phalanx train RECIPE --plan pp2")
-    found = [event.attrs for event in read_events(path) if event.kind == "pipeline" and event.name == "trace"]
-    if not found:
-        raise ConfigError(f"{run} has no recorded times of a pipeline", allowed="runs of three steps or more under a plan with pp")
-    return found[-1]

@@ -55,14 +55,17 @@ def apply(blocks: Sequence[nn.Module], mode: str | float) -> None:
             block.forward = RecomputedForward(block, selective=mode == "selective")
 
 
+def recomputes(block: nn.Module) -> bool:
+    """Whether `apply` has chosen this block."""
+    return isinstance(block.__dict__.get("forward"), RecomputedForward)
+
+
 def remove(blocks: Sequence[nn.Module]) -> None:
     """Undoes `apply`."""
-    for block in blocks:
-        wrapper = block.__dict__.get("forward")
-        if isinstance(wrapper, RecomputedForward):
-            del block.forward
-            if wrapper.instance_forward is not None:
-                block.forward = wrapper.instance_forward
+    for block in filter(recomputes, blocks):
+        wrapper = block.__dict__.pop("forward")
+        if wrapper.instance_forward is not None:
+            block.forward = wrapper.instance_forward
 
 
 def spread(num_blocks: int, fraction: float) -> list[bool]:

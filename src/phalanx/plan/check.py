@@ -20,8 +20,8 @@ def conflicts(plan: PlanFields, anatomy: object | None = None, world: int | None
 
 def _beside_the_world(plan: PlanFields, world: int | None) -> list[PlanError]:
     """What contradicts itself in a plan whose axes fit the world, or whose world is not known."""
-    found = [*_tensor(plan), *_loss(plan), *_context(plan), *_pipeline(plan), *_zero(plan, world), *_experts(plan, world)]
-    return [*found, *_fsdp(plan), *_gemini(plan)]
+    found = [*_tensor(plan), *_loss(plan), *_context(plan), *_pipeline(plan), *_recompute(plan)]
+    return [*found, *_zero(plan, world), *_experts(plan, world), *_fsdp(plan), *_gemini(plan)]
 
 
 def _world(plan: PlanFields, world: int | None) -> Iterator[PlanError]:
@@ -115,6 +115,19 @@ def _pipeline(plan: PlanFields) -> Iterator[PlanError]:
         )
     if plan.schedule != "1f1b":
         yield PlanError(f"{plan.schedule} without pp", allowed="a schedule belongs to a pipeline", remedy=f"pp2+{plan.schedule}")
+
+
+def _recompute(plan: PlanFields) -> Iterator[PlanError]:
+    if not isinstance(plan.recompute, tuple):
+        return
+    count, stages = len(plan.recompute), plan.pp * plan.num_chunks
+    found = f"recompute for {count} stages"
+    if plan.pp == 1:
+        yield PlanError(f"{found} without pp", allowed="one fraction or kind for all layers", remedy="recompute=0.5")
+    elif count not in (plan.pp, stages):
+        allowed = f"{plan.pp}, one for each rank" + (f", or {stages}, one for each stage" if stages > plan.pp else "")
+        remedy = ",".join(["recompute=full", *["0"] * (plan.pp - 1)])
+        yield PlanError(f"{found} with pp{plan.pp}", allowed=allowed, remedy=remedy)
 
 
 def _zero(plan: PlanFields, world: int | None) -> Iterator[PlanError]:

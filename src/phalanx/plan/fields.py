@@ -15,6 +15,7 @@ PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zbv", "dualpipev", "auto-schedule")
 TENSOR_KINDS = ("1d", "2d", "2.5d", "3d")
 PLACEMENTS = ("auto", "static", "device", "host")
+Recompute = str | float | None
 _COUNTS = ("pp", "cp", "tp", "tp_depth", "ep", "acc", "interleaved")
 _OPTIONAL_COUNTS = ("dp", "ulysses", "ring", "micro", "zero_group")
 _SWITCHES = ("sp", "tp_outputs_move", "pp_keep", "chunked_loss", "offload", "gemini", "fsdp")
@@ -55,7 +56,8 @@ class PlanFields:
     """The choices of one plan, one field each.
 
     `dp` None takes what the world leaves, `micro` None is twice `pp`. `ulysses` and `ring` are None together: `cp` alone is named.
-    `offload` keeps the optimizer's state in host memory. `recompute` is None, "full", "selective" or the fraction of layers.
+    `offload` keeps the optimizer's state in host memory. `recompute` is None, "full", "selective" or the fraction of layers; several
+    of these (0 for nothing) are what each rank of a pipeline recomputes of its own layers, or each stage where ranks hold several.
     `interleaved` is the number of chunks that a stage holds under `1f1b`. `tp_keep` says whether what was gathered for a product (inputs
     under `sp`, inputs and weights on grids) is held for the backward or gathered again; None is each kind's own way: `sp` holds it, grids
     do not. `tp_outputs_move` (2d, 2.5d) moves the outputs of second products, which are narrower, not their inputs. `pp_keep` gathers a
@@ -89,7 +91,7 @@ class PlanFields:
     offload: bool = False
     fsdp: bool = False
     precision: str = "fp32"
-    recompute: str | float | None = None
+    recompute: Recompute | tuple[str | float, ...] = None
     chunked_loss: bool = False
 
     def __post_init__(self) -> None:
@@ -97,8 +99,7 @@ class PlanFields:
         self._settle_context()
         if self.tp_keep is (self.tp_kind == "1d"):
             self._set(tp_keep=None)
-        if self.recompute == 1:
-            self._set(recompute="full")
+        self._set(recompute=_settled(self.recompute))
         if self.budgets is not None and not self.gemini:
             raise PlanError("budgets are given without gemini", remedy="gemini = true, or leave the budgets out")
         if self.gemini and self.zero == 0:
@@ -139,7 +140,7 @@ class PlanFields:
                 close = difflib.get_close_matches(str(value), known, n=1)
                 yield PlanError(f"{name} is {value!r}", allowed=", ".join(known), remedy=f"{name} {close[0] if close else known[-1]}")
         if not _is_recompute(self.recompute):
-            allowed = '"full", "selective", or a fraction above 0 and up to 1'
+            allowed = '"full", "selective", or a fraction above 0 and up to 1; for the ranks of a pipeline several, 0 where none'
             yield PlanError(f"recompute is {self.recompute!r}", allowed=allowed, remedy="recompute=0.5, or leave it out")
         if self.tp_depth != 1 and self.tp_kind != "2.5d":
             yield PlanError(f"tp_depth {self.tp_depth} with tp_kind {self.tp_kind}", allowed="a depth for 2.5d only", remedy="tp_depth 1")
@@ -156,6 +157,12 @@ class PlanFields:
     def num_chunks(self) -> int:
         """The model chunks that each pipeline rank holds."""
         return 2 if self.schedule in ("zbv", "dualpipev") else self.interleaved
+
+    def recompute_of(self, stage: int, rank: int) -> Recompute:
+        """What a stage of the pipeline recomputes, by its number and the rank that holds it."""
+        if not isinstance(self.recompute, tuple):
+            return self.recompute
+        return self.recompute[rank if len(self.recompute) == self.pp else stage]
 
     @property
     def keeps_gathered(self) -> bool:
@@ -209,6 +216,19 @@ def _is_int(value: object) -> bool:
 
 
 def _is_recompute(value: object) -> bool:
-    if value is None or isinstance(value, str):
-        return value in (None, "full", "selective")
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
+    if isinstance(value, list | tuple):
+        return len(value) > 1 and any(value) and all(map(_is_recompute_of_a_stage, value))
+    return value is None or (bool(value) and _is_recompute_of_a_stage(value))
+
+
+def _is_recompute_of_a_stage(value: object) -> bool:
+    if isinstance(value, str):
+        return value in ("full", "selective")
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+
+
+def _settled(value: Any) -> Any:
+    """One way to say that all of the layers recompute."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_settled, value))
+    return "full" if value == 1 else value

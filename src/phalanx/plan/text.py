@@ -41,7 +41,8 @@ _NAMES = {
 _NUMBERED = re.compile(rf"({'|'.join(sorted(_NAMES, key=len, reverse=True))})([0-9]{{1,9}})")
 _TENSOR = re.compile(r"tp([0-9]{1,9}):(2d|2\.5d([0-9]{1,9})|3d)")
 _ZERO = re.compile(r"zero([0-9]{1,9})(?::([0-9]{1,9}))?")
-_RECOMPUTE = re.compile(r"recompute=([0-9]*\.?[0-9]+(?:e-?[0-9]{1,3})?)")
+_RECOMPUTE_OF_A_STAGE = r"(?:full|selective|[0-9]*\.?[0-9]+(?:e-?[0-9]{1,3})?)"
+_RECOMPUTE = re.compile(rf"recompute=({_RECOMPUTE_OF_A_STAGE}(?:,{_RECOMPUTE_OF_A_STAGE})*)")
 
 
 def read(text: str) -> tuple[dict[str, Any], list[PlanError]]:
@@ -101,10 +102,7 @@ def _read_term(token: str) -> tuple[str, dict[str, Any]]:
         name, number = match.groups()
         return "schedule" if name == "interleaved" else name, {name: _count(token, number)}
     if match := _RECOMPUTE.fullmatch(token):
-        fraction = float(match[1])
-        if not 0 < fraction <= 1:
-            raise PlanError(f"{token} is no fraction of the layers", allowed="above 0 and up to 1", remedy="recompute=0.5, or leave it out")
-        return "recompute", {"recompute": fraction}
+        return "recompute", {"recompute": _read_recompute(token, match[1].split(","))}
     raise _unreadable(token)
 
 
@@ -112,6 +110,15 @@ def _zero_fields(token: str, stage: str, group: str | None) -> dict[str, Any]:
     if int(stage) > 3:
         raise PlanError(f"{token} has no such stage", allowed="zero0, zero1, zero2, zero3", remedy="zero3")
     return {"zero": int(stage)} | ({"zero_group": _count(token, group)} if group else {})
+
+
+def _read_recompute(token: str, stages: list[str]) -> Any:
+    values = [word if word in ("full", "selective") else float(word) for word in stages]
+    fractions = [value for value in values if isinstance(value, float)]
+    if not any(values) or any(fraction > 1 for fraction in fractions):
+        allowed = "above 0 and up to 1" if len(values) == 1 else "0 to 1, not all of them 0"
+        raise PlanError(f"{token} is no fraction of the layers", allowed=allowed, remedy="recompute=0.5, or leave it out")
+    return tuple(values) if len(values) > 1 else values[0]
 
 
 def _count(token: str, number: str) -> int:
@@ -203,7 +210,9 @@ def _recompute_terms(plan: PlanFields) -> list[tuple[str, str]]:
     if plan.recompute is None:
         return []
     words: dict[object, str] = {"full": "recompute", "selective": "selective"}
-    return [("recompute", words.get(plan.recompute) or f"recompute={float(plan.recompute)!r}")]
+    stages = plan.recompute if isinstance(plan.recompute, tuple) else (plan.recompute,)
+    values = [stage if isinstance(stage, str) else repr(float(stage)).removesuffix(".0") for stage in stages]
+    return [("recompute", words.get(plan.recompute) or f"recompute={','.join(values)}")]
 
 
 def _context_terms(plan: PlanFields) -> list[tuple[str, str]]:

@@ -81,7 +81,13 @@ def train(recipe: Recipe, *, resume: bool = False) -> None:
 def build_job(recipe: Recipe, *, visible: bool) -> Job:
     """Everything from the text to the boosted model; collective over all ranks."""
     routing = Routing(**{**asdict(recipe.routing), "capacity": recipe.routing.capacity or None})
-    booster = Booster(recipe.run.plan, clip_norm=recipe.optimizer.clip_norm or None, routing=routing, seed=recipe.run.seed)
+    booster = Booster(
+        recipe.run.plan,
+        clip_norm=recipe.optimizer.clip_norm or None,
+        routing=routing,
+        layer_costs=recipe.run.layer_costs or None,
+        seed=recipe.run.seed,
+    )
     corpus, folder = read_corpus(recipe), Folder(recipe.folder())
     tokenizer = shared_tokenizer(recipe, corpus, folder, booster)
     token_rows = encode(tokenizer, corpus.training), encode(tokenizer, corpus.validation)
@@ -114,7 +120,7 @@ def predict_memory(recipe: Recipe, booster: Booster, hollow: torch.nn.Module) ->
     """What this rank will keep and reach."""
     plan, world = booster.plan, booster.world.size
     if plan.pp > 1:
-        return predicted_in_stages(hollow, recipe.batch, plan, world, booster.mesh.index("pp"))
+        return predicted_in_stages(hollow, recipe.batch, plan, world, booster.mesh.index("pp"), booster.layer_costs)
     return predicted_memory(hollow, recipe.batch, plan, world)
 
 

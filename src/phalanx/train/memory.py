@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_iter
 
 from phalanx.anatomy import layer_stacks
 from phalanx.anatomy.experts_seam import StackedExperts, replace_forward
+from phalanx.parallel import recompute
 from phalanx.parallel.expert.homes import Homes
 from phalanx.parallel.expert.layers import find_layers
 from phalanx.parallel.expert.share import PassShare
@@ -103,6 +104,8 @@ def predicted_memory(model: torch.nn.Module, batch: BatchSettings, plan: Plan, w
     """What the plan says that each rank will keep and reach, before the run."""
     data_size = plan.sizes(world)["dp"]
     experts = _compute_hollow_experts(model)
+    if plan.recompute is not None:
+        recompute.apply([block for _, block in layer_stacks(model)], plan.recompute)
     tokens = torch.zeros(2, batch.tokens, dtype=torch.int64)
     row_bytes = activation_bytes_of_a_row(model, {"input_ids": tokens, "labels": tokens})
     activations = scale_activations(row_bytes, 1, batch.rows, plan, data_size)

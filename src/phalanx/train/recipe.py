@@ -16,12 +16,16 @@ from phalanx.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Where the run lives and on what it runs. `processes` counts local ranks and is ignored under an outer launcher."""
+    """Where the run lives and on what it runs. `processes` counts local ranks and is ignored under an outer launcher.
+
+    `layer_costs` is the folder of an earlier run under `pp`, whose recorded step says what layers cost.
+    """
 
     folder: str
     plan: str = "zero0"
     processes: int = 1
     seed: int = 1
+    layer_costs: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,9 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from phalanx.anatomy import layer_stacks
-from phalanx.booster.stages import table_and_cut
+from phalanx.booster.stages import recompute_by_stage, recomputes, table_and_cut
 from phalanx.memory.stream import tensors_in
+from phalanx.parallel.pipeline.balance import LayerCosts
 from phalanx.parallel.pipeline.cut import Cut
 from phalanx.parallel.pipeline.footprint import StageBytes, peak_bytes
 from phalanx.parallel.pipeline.halves import Halves
@@ -22,19 +23,22 @@ from phalanx.train.memory import StepMemory, TensorCount, chunk_sizes
 from phalanx.train.recipe import BatchSettings
 
 
-def predicted_in_stages(model: torch.nn.Module, batch: BatchSettings, plan: Plan, world: int, pp_index: int) -> StepMemory:
+def predicted_in_stages(
+    model: torch.nn.Module, batch: BatchSettings, plan: Plan, world: int, pp_index: int, costs: LayerCosts | None = None
+) -> StepMemory:
     """What a plan with a pipeline says that the ranks at one place of it will keep and reach, before the run."""
     data_size = plan.sizes(world)["dp"]
-    table, cut = table_and_cut(model, tuple(layer_stacks(model)), plan)
+    table, cut = table_and_cut(model, tuple(layer_stacks(model)), plan, costs=costs)
     mine = [table.stage(pp_index, chunk) for chunk in range(table.num_chunks)]
     sizes = chunk_sizes(model, lambda parameter: bool(cut.stages_of(parameter).intersection(mine)))
     found = predict(sum(sizes), sizes, plan, data_size)
     gradients = found.pop("gradient")  # they come with the first backward, not with the step
     rows = scale_activations(1, 1, batch.rows, plan, data_size)
-    halves = plan.recompute is None and (plan.pp_keep or plan.zero < 3 or data_size == 1)
+    recompute_by_stage(plan, table, cut)
+    halves = plan.pp_keep or plan.zero < 3 or data_size == 1
     tokens = torch.zeros(2, batch.tokens, dtype=torch.int64)
     parts = Parts(model, {"input_ids": tokens, "labels": tokens}, cut, rows, gradients / sum(sizes))
-    stages = [parts.stage(stage, halves) for stage in range(cut.num_stages)]
+    stages = [parts.stage(stage, halves and not recomputes(cut, stage)) for stage in range(cut.num_stages)]
     return StepMemory(found["parameter"] + found["optimizer"], found["total"] - gradients + peak_bytes(table, stages)[pp_index])
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from phalanx.errors import PlanError
 from phalanx.parallel.pipeline.simulate import Costs
@@ -53,31 +54,54 @@ def balance(costs: Sequence[float], num_stages: int, first: float = 0.0, last: f
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCosts:
-    """What one micro-batch costs in each layer, and before the first and after the last one; units as in `Costs`."""
+    """What one micro-batch costs in each layer; units as in `Costs`.
+
+    `first` and `last` are (forward, input, weight) of what comes before the first layer and after the last one.
+    """
 
     forward: tuple[float, ...]
     input: tuple[float, ...]
     weight: tuple[float, ...]
     activation_bytes: tuple[float, ...]
     transfer: float = 0.0
-    ends: tuple[float, float] = (0.0, 0.0)  # seconds of forward, input and weight together, a third each
+    first: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    last: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    def sizes(self, num_stages: int) -> list[int]:
+        """The layers of each stage of the balanced cut."""
+        totals = [sum(parts) for parts in zip(self.forward, self.input, self.weight)]
+        return balance(totals, num_stages, sum(self.first), sum(self.last))
 
     def cut(self, num_stages: int) -> Costs | None:
         """The costs of the balanced cut into so many stages; None where there are fewer layers."""
         if num_stages > len(self.forward):
             return None
-        totals = [sum(parts) for parts in zip(self.forward, self.input, self.weight)]
-        sizes = balance(totals, num_stages, *self.ends)
-        parts = {name: self._sums(name, sizes) for name in ("forward", "input", "weight")}
-        activations = self._sums("activation_bytes", sizes, ends=False)
+        sizes = self.sizes(num_stages)
+        parts = {name: tuple(sum(row[own]) for own in _with_ends(sizes)) for name, row in self._rows().items()}
+        starts = itertools.accumulate(sizes, initial=0)
+        activations = tuple(sum(self.activation_bytes[start : start + size]) for start, size in zip(starts, sizes))
         return Costs(**parts, transfer=self.transfer, activation_bytes=activations)
 
-    def _sums(self, name: str, sizes: Sequence[int], ends: bool = True) -> tuple[float, ...]:
-        values, found, start = getattr(self, name), [], 0
-        for size in sizes:
-            found.append(sum(values[start : start + size]))
-            start += size
-        if ends:
-            found[0] += self.ends[0] / 3
-            found[-1] += self.ends[1] / 3
-        return tuple(found)
+    def measured(self, sizes: Sequence[int], stages: Costs) -> LayerCosts:
+        """The same layers with the times of stages of so many of them; each stage's time is divided as the costs here are."""
+        rows = self._rows()
+        for name, row in rows.items():
+            for own, seconds in zip(_with_ends(sizes), getattr(stages, name), strict=True):
+                total, parts = sum(row[own]), row[own]
+                row[own] = [seconds * part / total if total else seconds / len(parts) for part in parts]
+        first, last = (tuple(row[end] for row in rows.values()) for end in (0, -1))
+        return replace(self, first=first, last=last, **{name: tuple(row[1:-1]) for name, row in rows.items()})
+
+    def _rows(self) -> dict[str, list[float]]:
+        """Each part of the work in the order of the forward: before the first layer, in each one, after the last."""
+        names = ("forward", "input", "weight")
+        return {name: [self.first[part], *getattr(self, name), self.last[part]] for part, name in enumerate(names)}
+
+
+def _with_ends(sizes: Sequence[int]) -> Iterator[slice]:
+    """Where in such a row each stage's own costs are."""
+    start = 0
+    for stage, size in enumerate(sizes):
+        stop = start + size + (stage == 0) + (stage == len(sizes) - 1)
+        yield slice(start, stop)
+        start = stop

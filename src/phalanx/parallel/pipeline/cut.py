@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,21 +11,22 @@ import torch
 from torch import nn
 
 from phalanx.errors import PlanError
-from phalanx.parallel.pipeline.balance import balance
+from phalanx.parallel.pipeline.balance import LayerCosts
 from phalanx.parallel.pipeline.reads import BEFORE_ALL, Blocks, Places
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Which blocks each stage holds (`starts[s]` to `starts[s + 1]`), and which stages read each parameter."""
+    """Which blocks each stage holds (`starts[s]` to `starts[s + 1]`), which stages read each parameter, and what the blocks cost."""
 
     blocks: tuple[tuple[str, nn.Module], ...]
     starts: tuple[int, ...]
     homes: dict[int, frozenset[int]]
+    costs: LayerCosts
 
     @classmethod
-    def balanced(cls, model: nn.Module, blocks: Blocks, places: Places, num_stages: int, sizes: Sequence[int] | None = None) -> Cut:
-        """Stages of equal cost as nearly as whole blocks allow, or of the given `sizes`; a cost is a number of weights that multiply.
+    def balanced(cls, blocks: Blocks, places: Places, costs: LayerCosts, num_stages: int, sizes: Sequence[int] | None = None) -> Cut:
+        """Stages of equal cost as nearly as whole blocks allow, or of the given `sizes`.
 
         Raises: PlanError where there are fewer blocks than stages, or `sizes` do not add up.
         """
@@ -35,7 +37,7 @@ class Cut:
                 remedy=f"pp{len(blocks)}" if len(blocks) > 1 else "leave pp out",
             )
         if sizes is None:
-            sizes = balance([cost_of(block) for _, block in blocks], num_stages, *costs_of_ends(model, blocks, places))
+            sizes = costs.sizes(num_stages)
         if len(sizes) != num_stages or sum(sizes) != len(blocks) or min(sizes) < 1:
             raise PlanError(f"stages of {list(sizes)} layers", allowed=f"{num_stages} sizes from 1 that add up to {len(blocks)}")
         starts = [0]
@@ -43,18 +45,33 @@ class Cut:
             starts.append(starts[-1] + size)
         stage_at = lambda place: 0 if place == BEFORE_ALL else bisect_right(starts, place) - 1  # noqa: E731
         homes = {key: frozenset(map(stage_at, found)) for key, found in places.items()}
-        return cls(tuple(blocks), tuple(starts), homes)
+        return cls(tuple(blocks), tuple(starts), homes, costs)
 
     @property
     def num_stages(self) -> int:
         return len(self.starts) - 1
 
+    @property
+    def sizes(self) -> list[int]:
+        return [stop - start for start, stop in itertools.pairwise(self.starts)]
+
     def range(self, stage: int) -> tuple[int, int]:
         """The first and the last block of a stage."""
         return self.starts[stage], self.starts[stage + 1] - 1
 
+    def blocks_of(self, stage: int) -> list[nn.Module]:
+        return [block for _, block in self.blocks[self.starts[stage] : self.starts[stage + 1]]]
+
     def stages_of(self, parameter: nn.Parameter) -> frozenset[int]:
         return self.homes[id(parameter)]
+
+
+def counted(model: nn.Module, blocks: Blocks, places: Places) -> LayerCosts:
+    """Costs by the number of weights that multiply; forward and both halves of the backward take about equal time."""
+    each = tuple(cost_of(block) for _, block in blocks)
+    first, last = costs_of_ends(model, blocks, places)
+    held = (1.0,) * len(blocks)
+    return LayerCosts(forward=each, input=each, weight=each, activation_bytes=held, first=(first, first, first), last=(last, last, last))
 
 
 def cost_of(module: nn.Module) -> float:

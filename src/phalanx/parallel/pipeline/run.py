@@ -72,8 +72,8 @@ class Hooks:
 class Runner:
     """Runs micro-batches through the stages that this rank holds, in the order of a table.
 
-    `channels` are the ranks of the pipeline once for each of `CHANNELS`. `splits` allows backwards in halves; where it is
-    False a halved backward runs whole in its first half (what recomputes would compute once for each weight).
+    `channels` are the ranks of the pipeline once for each of `CHANNELS`. `splits` says of a stage whether its backwards run in halves;
+    where not, a halved backward runs whole in its first half (what recomputes would compute once for each weight).
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Runner:
         axis: Axis,
         channels: Mapping[str, Axis],
         device: torch.device,
-        splits: bool = True,
+        splits: Callable[[int], bool] = lambda stage: True,
         hooks: Hooks | None = None,
     ):
         self.table, self.model, self.cut, self.gates, self.objective = table, model, cut, gates, objective
@@ -290,7 +290,7 @@ class Runner:
             gradients = self._take(Action(Kind.RECV_BACKWARD, *key)) if flight.roots else []
         inputs = flight.received.learning if flight.received is not None else []
         self._begin()
-        if kind is Kind.INPUT and self.splits:
+        if kind is Kind.INPUT and self.splits(stage):
             flight.halves = Halves(flight.roots, gradients, inputs)
             with self.hooks.backward(stage, kind, self._slope(key)), flight.place:
                 flight.halves.run_input()

@@ -1,11 +1,16 @@
-"""The recorded times of a real step: as a timeline beside the simulated one, and as the costs of its stages."""
+"""The recorded times of a real step: as a timeline beside the simulated one, and as the costs of its stages and layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from phalanx.errors import ConfigError
+from phalanx.log import read_events
+from phalanx.parallel.pipeline.balance import LayerCosts
+from phalanx.parallel.pipeline.cut import Cut
 from phalanx.parallel.pipeline.simulate import Costs, Span, Timeline, peaks, simulate
 from phalanx.parallel.pipeline.table import COMPUTE, Action, Kind, Table
 
@@ -43,9 +48,10 @@ def simulated_beside(table: Table, spans: Sequence[Span]) -> tuple[Timeline, Tim
     return timeline_of(table, spans), simulate(table, costs_of(table, spans))
 
 
-def to_record(table: Table, spans: Iterable[Span]) -> dict[str, Any]:
-    """A table and its times as plain values, for an event."""
+def to_record(table: Table, spans: Sequence[Span], cut: Cut) -> dict[str, Any]:
+    """A table, its times and what they say of each layer as plain values, for an event."""
     return {
+        "layer_costs": asdict(cut.costs.measured(cut.sizes, costs_of(table, spans))),
         "schedule": table.name,
         "num_ranks": table.num_ranks,
         "num_micro": table.num_micro,
@@ -62,3 +68,27 @@ def from_record(record: Mapping[str, Any]) -> tuple[Table, list[Span]]:
     table = Table(name=record["schedule"], **sizes)
     rows = [[span.action for span in sorted(spans, key=lambda span: span.start) if span.rank == rank] for rank in range(table.num_ranks)]
     return table.with_rows(rows), spans
+
+
+def record_of(run: Path) -> dict[str, Any]:
+    """The last recorded step of a run. Raises: ConfigError where it has none."""
+    path = run / "events.jsonl"
+    if not path.is_file():
+        raise ConfigError(f"{run} holds no events.jsonl", allowed="the folder of a run", remedy="phalanx train RECIPE --plan pp2")
+    found = [event.attrs for event in read_events(path) if event.kind == "pipeline" and event.name == "trace"]
+    if not found:
+        raise ConfigError(f"{run} has no recorded times of a pipeline", allowed="runs of three steps or more under a plan with pp")
+    return found[-1]
+
+
+def layer_costs_of(source: LayerCosts | Mapping[str, Any] | str | Path) -> LayerCosts:
+    """Measured costs in any form: themselves, the record of a traced step, or the folder of a run that has one.
+
+    A layer's time is its part of its stage's, as the costs by which the stages were cut say.
+    """
+    if isinstance(source, LayerCosts):
+        return source
+    record = source if isinstance(source, Mapping) else record_of(Path(source))
+    if "layer_costs" not in record:
+        raise ConfigError("a record without the times of layers", allowed="what booster.traced_step returns", remedy="trace a step again")
+    return LayerCosts(**{name: tuple(value) if isinstance(value, list) else value for name, value in record["layer_costs"].items()})
