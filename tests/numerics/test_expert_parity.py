@@ -21,8 +21,9 @@ PLANS = [
     ("ep2+recompute", 2),
     ("ep2+selective", 2),
 ]
-PLANS += [("ulysses2+ep2", 2), ("zero3+ring2+ep2", 4), ("zero1+tp2+ep2", 4), ("pp2+ep2", 4), ("zero1+pp2+zb-h1+ep2", 4)]
-
+PLANS += [("zero1+tp2+ep2", 4), ("pp2+ep2", 4), ("zero1+pp2+zb-h1+ep2", 4)]
+CUT_PLANS = [("ulysses2+ep2", 2), ("zero3+ring2+ep2", 4)]
+WHOLE = ("tiny-gpt-oss", "user-mixture", "user-mixture-pushed")  # whose sequences cannot be cut
 
 BUILDERS = {
     "user-mixture": "build",
@@ -101,8 +102,17 @@ def test_experts_that_only_some_ranks_call(model, plan):
     check(model, plan, 4)
 
 
+CELLS = [(model, *plan) for model in [*TINY, *WHOLE[1:]] for plan in [*PLANS, *(CUT_PLANS if model not in WHOLE else ())]]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("plan", "world"), PLANS)
-@pytest.mark.parametrize("model", [*TINY, "user-mixture", "user-mixture-pushed"])
+@pytest.mark.parametrize(("model", "plan", "world"), CELLS)
 def test_every_cell(model, plan, world):
     check(model, plan, world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", WHOLE)
+def test_sequences_of_others_are_refused(model):
+    with pytest.raises(PlanError, match="does not cut the sequence|a plan without cp"):
+        check(model, *CUT_PLANS[0])

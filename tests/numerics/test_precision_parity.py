@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.verify import verify_named
 
-USER_FILE = Path(__file__).with_name("user_program.py")
+FOLDER = Path(__file__).parent
 
 COVER = [
     ("tiny-llama", "zero1+bf16", 2),
@@ -14,6 +14,7 @@ COVER = [
     ("tiny-vit", "zero0+fp16", 2),
     ("tiny-gpt2", "zero3+fp16", 4),
     ("user-module", "zero3+bf16", 2),
+    ("tiny-deepseek-v3", "zero3+ep2+bf16", 2),
 ]
 MORE = [
     (model, f"{stage}+{precision}", 3)
@@ -21,10 +22,18 @@ MORE = [
     for stage in ("zero0", "zero1", "zero2", "zero3")
     for precision in ("bf16", "fp16")
 ]
+MIXTURES = [
+    (model, f"{plan}+{precision}", 4)
+    for model in ("tiny-mixtral", "tiny-qwen3-moe", "tiny-olmoe", "tiny-gpt-oss", "tiny-deepseek-v2", "tiny-deepseek-v3", "user-mixture")
+    for plan in ("zero3+ep2", "zero1+pp2+ep2", "zero1+ulysses2+ep2+recompute")
+    for precision in ("bf16", "fp16")
+    if "ulysses" not in plan or model not in ("tiny-gpt-oss", "user-mixture")  # whose sequences cannot be cut
+]
+BUILDERS = {"user-module": f"{FOLDER}/user_program.py:build", "user-mixture": f"{FOLDER}/user_mixture.py:build"}
 
 
 def check(model, plan, world):
-    report = verify_named(f"{USER_FILE}:build" if model == "user-module" else model, plan, world)
+    report = verify_named(BUILDERS.get(model, model), plan, world)
     assert report.ok, str(report)
     assert [comparison.precision for comparison in report.comparisons] == ["float64", plan[-4:]]
 
@@ -35,6 +44,6 @@ def test_a_fixed_cover(model, plan, world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "plan", "world"), MORE)
+@pytest.mark.parametrize(("model", "plan", "world"), [*MORE, *MIXTURES])
 def test_every_stage(model, plan, world):
     check(model, plan, world)

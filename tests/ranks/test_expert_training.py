@@ -185,7 +185,35 @@ def test_correction_biases_follow_the_loads_of_all_ranks(plan):
     assert any(float(bias.abs().max()) > 0 for bias in moved)
 
 
-@pytest.mark.parametrize(("plan", "world"), [("zero0", 1), ("ep2+acc3+recompute", 2), ("tp2+sp+ep2", 4), ("pp2+recompute", 2)])
+def state_after_the_second_batch(plan, first):
+    """After the second of two batches; the first is left out, or its step is skipped, or taken."""
+    model, batches = start("tiny-deepseek-v3")
+    booster = px.Booster(plan, routing=px.Routing(bias_rate=0.01))
+    model, _, _, loader, _ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), None, batches)
+    for number, batch in enumerate(loader):
+        if number == 0 and first == "left out":
+            continue
+        spoiled = model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
+        if number > 0 or first == "taken":
+            spoiled.remove()
+        skipped = booster.step(batch).skipped
+        spoiled.remove()
+        assert skipped == (number == 0 and first == "skipped")
+    return booster.full_state_dict()
+
+
+def states_after_the_second_batch(plan):
+    return [state_after_the_second_batch(plan, first) for first in ("skipped", "left out", "taken")]
+
+
+def test_choices_of_a_skipped_step_move_no_bias():
+    skipped, left_out, taken = run_ranks(states_after_the_second_batch, 2, "ep2")[0]
+    biases = [name for name in skipped if "correction_bias" in name]
+    assert all(torch.equal(skipped[name], left_out[name]) for name in skipped)
+    assert not all(torch.equal(skipped[name], taken[name]) for name in biases)  # the first batch would have moved them otherwise
+
+
+@pytest.mark.parametrize(("plan", "world"), [("zero0", 1), ("ep2+acc3+recompute", 2), ("tp2+sp+ep2", 4), ("pp2+recompute+fp16", 2)])
 def test_loads_count_every_choice_once(plan, world):
     _, batches = start("tiny-mixtral")
     tokens = sum(batch["input_ids"].numel() for batch in batches)

@@ -136,7 +136,8 @@ class Training:
         micro_batches = self._micro_batches(batch, self.num_passes)
         self._teach_sequences(runner, micro_batches)
         if not self.scale_is_fitted:
-            counts = [runner.evaluate(micro_batches[start : start + runner.num_micro])[1] for start in self._starts(runner)]
+            with self.share.repeating():
+                counts = [runner.evaluate(micro_batches[start : start + runner.num_micro])[1] for start in self._starts(runner)]
             self._fit_scale(torch.stack(counts).sum())
         starts = self._starts(runner)
         for start in starts:
@@ -349,6 +350,8 @@ class Training:
         if not skipped:
             self._update(factor / divisor)
             self.num_steps += 1
+        elif self.mixture is not None:
+            self.mixture.after_skipped_step()
         if agreed.count:
             self.scale.update(finite=not skipped)
         self.skipped_total += skipped

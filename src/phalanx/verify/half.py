@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from phalanx.verify.batches import map_floats
+from phalanx.verify.choices import Choices, mixture_blocks
 from phalanx.verify.compare import compare, worst_of
 from phalanx.verify.program import Source
 from phalanx.verify.reference import Run, norm_of, plain_loss, start_program
@@ -26,8 +27,11 @@ FP16_SCALE = 1024.0
 MOST_TOLERANCE = 0.5
 
 
-def half_reference(source: Source, run: Run, precision: str) -> Trace:
-    """The trace of a run in which forward and backward compute in half precision and SGD updates float32 masters."""
+def half_reference(source: Source, run: Run, precision: str, choices: Choices) -> Trace:
+    """The trace of a run in which forward and backward compute in half precision and SGD updates float32 masters.
+
+    `choices` are those of the exact run, which routers of mixtures follow.
+    """
     program = start_program(source, run, float64=False)
     dtype, scale = DTYPES[precision], FP16_SCALE if precision == "fp16" else 1.0
     masters, model = program.model, _half_copy(program.model, dtype)
@@ -37,7 +41,9 @@ def half_reference(source: Source, run: Run, precision: str) -> Trace:
     for step in range(run.steps):
         _copy_weights(masters, model)
         batch = map_floats(lambda value: value.to(dtype), program.batch(step))
-        loss = plain_loss(model, program.criterion, batch, run.forward)
+        choices.step = step
+        with choices.followed(model, mixture_blocks(model)):
+            loss = plain_loss(model, program.criterion, batch, run.forward)
         while not _backward(loss.float() * scale, model) and scale > 1.0:
             scale /= 2
         for master, weight in zip(masters.parameters(), model.parameters()):

@@ -11,6 +11,7 @@ from torch import nn
 
 from phalanx.precision import lift_to_float64
 from phalanx.verify.batches import map_floats
+from phalanx.verify.choices import mixture_blocks
 from phalanx.verify.program import Functions, Program, Source, disable_dropout, use_plain_experts
 from phalanx.verify.trace import ExecutionOrder, Trace, copy_of, digests
 
@@ -70,7 +71,9 @@ def _trace(program: Program, run: Run) -> Trace:
     order = ExecutionOrder(model)
     for step in range(run.steps):
         optimizer.zero_grad()
-        loss = plain_loss(model, program.criterion, program.batch(step), run.forward)
+        trace.choices.step = step
+        with trace.choices.recorded(model, mixture_blocks(model)):
+            loss = plain_loss(model, program.criterion, program.batch(step), run.forward)
         loss.backward()
         trace.losses.append(loss.item())
         trace.gradients.append(copy_of({name: p.grad for name, p in model.named_parameters() if p.grad is not None}))

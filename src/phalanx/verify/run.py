@@ -127,8 +127,9 @@ def _compare(source: Source, plan: Plan, run: Run, options: dict[str, Any], worl
     if launch().rank == 0:
         exact = expected = reference(source, run)
         if half:
-            expected = half_reference(source, run, plan.precision)
-    traces = _on_ranks(world, timeout_s, source, plan, run, options, not half)
+            expected = half_reference(source, run, plan.precision, exact.choices)
+    choices = _known_to_all(exact.choices if launch().rank == 0 else None, world) if half else None
+    traces = _on_ranks(world, timeout_s, source, plan, run, options, choices)
     if launch().rank > 0:  # launched beside rank 0, which tells the outcome
         return comm.broadcast_object(None, _all_ranks(world))
     if difference := unequal_start(expected.start, traces[0].start):
@@ -144,7 +145,11 @@ def _compare(source: Source, plan: Plan, run: Run, options: dict[str, Any], worl
         replicas=unequal_replicas(traces),
         shares=[trace.share for trace in traces],
     )
-    return comm.broadcast_object(outcome, _all_ranks(world)) if launch().size > 1 else outcome
+    return _known_to_all(outcome, world)
+
+
+def _known_to_all(value: Any, world: int) -> Any:
+    return comm.broadcast_object(value, _all_ranks(world)) if launch().size > 1 else value
 
 
 def _all_ranks(world: int) -> Axis:

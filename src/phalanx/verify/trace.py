@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from phalanx.verify.choices import Choices
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -37,6 +39,7 @@ class Trace:
     start: dict[str, str] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     share: Share = Share()
+    choices: Choices = field(default_factory=Choices)
 
     def seal(self) -> Trace:
         """Fills `digests` from the numbers."""

@@ -43,6 +43,11 @@ class Mixture:
             assert bias is not None
             bias += (self.bias_rate * torch.sign(chosen.mean() - chosen)).to(bias.dtype)
 
+    def after_skipped_step(self) -> None:
+        """Leaves the choices of a step that was not taken out of the next one's; they stay in what `read` gives."""
+        if self.bias_rate:
+            self.counted = self._so_far()
+
     def read(self) -> list[LayerLoad]:
         """The loads on all ranks since the last read. Collective; one host read."""
         if not self.loads:
