@@ -114,5 +114,5 @@ def test_every_cell(model, plan, world):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", WHOLE)
 def test_sequences_of_others_are_refused(model):
-    with pytest.raises(PlanError, match="does not cut the sequence|a plan without cp"):
+    with pytest.raises(PlanError, match=r"does not cut the sequence|a plan without cp"):
         check(model, *CUT_PLANS[0])
