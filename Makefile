@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TYPED := src/phalanx/errors.py src/phalanx/log.py src/phalanx/layout.py src/phalanx/cluster src/phalanx/plan
 
+# Two tests at a time: many of them wait, for ranks that set up their connections or for others that come late on purpose.
+SIDE_BY_SIDE := --numprocesses 2 --dist worksteal
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint format bench-train clean
 
@@ -32,10 +35,10 @@ demo: $(READY)
 	$(BIN)/phalanx train recipes/demo.toml --overwrite
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow and not gpu"
 
 test-all: $(READY)
-	$(BIN)/python -m pytest --support-table=README.md
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --support-table=README.md
 
 lint: $(READY)
 	$(BIN)/ruff check .

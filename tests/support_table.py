@@ -74,20 +74,22 @@ def write(path: Path, table: str) -> None:
 
 
 class SupportTable:
-    """A pytest plugin that gathers outcomes and writes the table when all tests have run."""
+    """A pytest plugin that gathers outcomes and writes the table when all tests have run, wherever they ran."""
 
     def __init__(self, path: Path):
         self._path = path
         self._outcomes: list[Outcome] = []
 
-    def pytest_runtest_makereport(self, item, call) -> None:
+    def pytest_itemcollected(self, item) -> None:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
-        if "numerics" not in item.path.parts or not {"model", "plan"} <= set(parameters):
-            return
-        skipped = call.excinfo is not None and call.excinfo.typename == "Skipped"
-        if not skipped and (call.when == "call" or call.excinfo is not None):
-            self._outcomes.append(Outcome(str(parameters["model"]), str(parameters["plan"]), call.excinfo is None))
+        if "numerics" in item.path.parts and {"model", "plan"} <= set(parameters):
+            item.user_properties.append(("cell", (str(parameters["model"]), str(parameters["plan"]))))
 
-    def pytest_sessionfinish(self) -> None:
-        if self._outcomes:
+    def pytest_runtest_logreport(self, report) -> None:
+        cell = dict(report.user_properties).get("cell")
+        if cell is not None and not report.skipped and (report.when == "call" or report.failed):
+            self._outcomes.append(Outcome(*cell, report.passed))
+
+    def pytest_sessionfinish(self, session) -> None:
+        if self._outcomes and not hasattr(session.config, "workerinput"):  # one process of several sees all reports
             write(self._path, render(self._outcomes))

@@ -8,7 +8,7 @@ from booster_programs import batch, boost, criterion, decoder, local, sgd
 from patience import patience
 
 import phalanx as px
-from phalanx.cluster import comm, launch
+from phalanx.cluster import comm, deadlock, launch
 from phalanx.cluster.mesh import Mesh
 from phalanx.errors import CommError
 from phalanx.testing import RankError, run_ranks
@@ -22,6 +22,11 @@ def timed(function):
     except CommError as error:
         found = str(error)
     return found, time.monotonic() - start
+
+
+def hurry():
+    """This rank looks at long waits a few times as early as it would."""
+    deadlock.PATIENCE_S, deadlock.BETWEEN_LOOKS_S = deadlock.PATIENCE_S / 4, deadlock.BETWEEN_LOOKS_S / 4
 
 
 def outcomes(function, world, *args):
@@ -66,12 +71,13 @@ def test_a_rank_that_skips_a_step_of_a_pipeline_is_found():
 
 
 def leaves_early(plan):
+    hurry()
     model = decoder()
     booster, model, _ = boost(plan, model, sgd(model))
     booster.step(local(batch()))
     if booster.world.rank == 1:
         launch.shutdown()
-        time.sleep(15)  # the process stays: what ends the others is not its end
+        time.sleep(6)  # the process stays: what ends the others is not its end
         return "left", 0.0
     return timed(lambda: booster.step(local(batch(1))))
 
@@ -85,6 +91,7 @@ def test_a_rank_that_leaves_early_is_noticed(plan):
 
 def two_axes():
     """Four ranks: in each pair along tp one waits along dp for the rank that waits for the first along tp."""
+    hurry()
     mesh = Mesh({"dp": 2, "tp": 2})
     rank = launch.world().rank
     return timed(lambda: comm.all_reduce(torch.ones(1), mesh.axis("dp" if rank in (0, 3) else "tp")))
@@ -98,6 +105,7 @@ def test_a_ring_of_waits_over_several_axes_is_found():
 
 
 def questions_in_another_order():
+    hurry()
     axis = Mesh({"dp": 2}).axis("dp")
     if axis.index == 0:
         comm.agree("the color", "red", axis)  # the other one has answered nothing and reduces
@@ -112,14 +120,15 @@ def test_a_question_that_one_rank_never_hears_is_named():
 
 
 def straggles(plan):
-    """One rank is 10 s late, in front of a new question and of a plain step; the other one waits."""
+    """One rank is late by more than the patience and two looks, before a new question and a plain step; the other one waits."""
+    hurry()
     model = decoder()
     booster, model, _ = boost(plan, model, sgd(model))
 
     def train():
         for step in range(3):
             if (booster.world.rank, step) in ((1, 0), (0, 2)):
-                time.sleep(10)
+                time.sleep(deadlock.PATIENCE_S + 3 * deadlock.BETWEEN_LOOKS_S)
             booster.step(local(batch(step)))
         return "fine"
 

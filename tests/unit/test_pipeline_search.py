@@ -33,9 +33,10 @@ def random_setting(draw):
     return layers, num_ranks, num_micro, limits
 
 
-def test_auto_is_never_worse_than_the_best_in_200_random_settings():
+@pytest.mark.parametrize("count", [50, pytest.param(200, marks=pytest.mark.slow)])
+def test_auto_is_never_worse_than_the_best_in_random_settings(count):
     draw, shorter = random.Random(0), 0
-    for _ in range(200):
+    for _ in range(count):
         layers, num_ranks, num_micro, limits = random_setting(draw)
         known = [
             simulate(table, cut).step_s for table, cut in known_tables(layers.cut, num_ranks, num_micro) if fits(peaks(table, cut), limits)
@@ -51,7 +52,7 @@ def test_auto_is_never_worse_than_the_best_in_200_random_settings():
         if known:
             assert timeline.step_s <= min(known) * (1 + 1e-12)
             shorter += timeline.step_s < 0.999 * min(known)
-    assert shorter > 60  # in most settings there is something to win
+    assert shorter > 0.3 * count  # in most settings there is something to win
 
 
 def test_too_little_memory_is_refused_with_what_would_do():

@@ -1,7 +1,9 @@
 """The support table is what the tests found, and nothing else."""
 
+from types import SimpleNamespace
+
 import pytest
-from support_table import BEGIN, END, Outcome, render, strategies, write
+from support_table import BEGIN, END, Outcome, SupportTable, render, strategies, write
 
 
 def test_cells_count_what_passed_and_what_failed():
@@ -42,3 +44,20 @@ def test_a_file_without_marks_is_left_alone(tmp_path):
     with pytest.raises(ValueError, match="lacks the marks"):
         write(path, "new")
     assert path.read_text() == "text"
+
+
+def told(passed, when="call", skipped=False, cell=("tiny-llama", "zero1")):
+    properties = [("cell", cell)] if cell else []
+    return SimpleNamespace(passed=passed, failed=not passed and not skipped, skipped=skipped, when=when, user_properties=properties)
+
+
+def test_each_test_counts_once_and_skipped_ones_do_not(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text(f"{BEGIN}\n{END}\n")
+    table = SupportTable(path)
+    for report in (told(True), told(True, "setup"), told(False), told(False, "setup"), told(False, skipped=True), told(True, cell=None)):
+        table.pytest_runtest_logreport(report)
+    table.pytest_sessionfinish(SimpleNamespace(config=SimpleNamespace(workerinput={})))
+    assert path.read_text() == f"{BEGIN}\n{END}\n"  # another process gathers what the workers found
+    table.pytest_sessionfinish(SimpleNamespace(config=SimpleNamespace()))
+    assert "| tiny-llama | **2 of 3 ✗** |" in path.read_text()

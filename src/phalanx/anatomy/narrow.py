@@ -15,7 +15,7 @@ from phalanx.anatomy.loss_source import is_pretrained
 from phalanx.anatomy.specimen import is_linear, is_transposed
 from phalanx.anatomy.split import Split
 
-LARGE_ELEMENTS = 1 << 26  # of the layers that a trial copies: half a gigabyte in float64
+LARGE_ELEMENTS = 1 << 22  # of the layers that a trial copies: 32 megabytes in float64, and as much of gradients
 LEAST_HEAD = 8
 WIDTHS = re.compile(r"hidden_size|d_model|n_embd|intermediate|ffn|d_ff|n_inner|head_dim|d_kv|embed|ff_dim|_rank$|proj_dim")
 VOCABULARY = 64
