@@ -87,6 +87,25 @@ def test_whole_logits_are_never_in_memory(monkeypatch):
     assert rise(reference, tokens) > logits_bytes
 
 
+def test_half_weights_have_one_gradient_in_float32(monkeypatch):
+    """Beside it only that in half precision, and a few rows of their product."""
+    monkeypatch.setattr(linear_cross_entropy, "CPU_CHUNK_BYTES", 1 << 14)
+    x, weight, labels, _ = inputs(torch.bfloat16, tokens=8, size=16384)
+    loss = chunked(x, weight, labels)[0]
+    with TensorCount() as count:
+        loss.backward()
+    assert count.peak - count.kept < weight.nbytes + 3 * (1 << 14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_backward_may_come_twice(monkeypatch, dtype):
+    monkeypatch.setattr(linear_cross_entropy, "CPU_CHUNK_BYTES", 100)
+    x, weight, labels, bias = inputs(dtype)
+    loss, leaves = chunked(x, weight, labels, bias)[0], (x, weight, bias)
+    once, again = torch.autograd.grad(3 * loss, leaves, retain_graph=True), torch.autograd.grad(3 * loss, leaves)
+    assert all(torch.equal(one, other) for one, other in zip(once, again, strict=True))
+
+
 def test_an_evaluation_forms_no_gradients(monkeypatch):
     monkeypatch.setattr(linear_cross_entropy, "slope", lambda *arguments, **keywords: pytest.fail("a gradient was formed"))
     x, weight, labels, bias = inputs()

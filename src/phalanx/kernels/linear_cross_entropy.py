@@ -72,8 +72,11 @@ def chunked(
 
 def chunk_rows(weight: torch.Tensor, across: Across = ALONE) -> int:
     """How many tokens' logits are formed at once: the same for all who have a part of the vocabulary, since they meet in each chunk."""
-    num_bytes = CPU_CHUNK_BYTES if weight.device.type == "cpu" else DEVICE_CHUNK_BYTES
-    return max(1, num_bytes // max(1, (across.widest or weight.shape[0]) * weight.itemsize))
+    return max(1, _chunk_bytes(weight) // max(1, (across.widest or weight.shape[0]) * weight.itemsize))
+
+
+def _chunk_bytes(tensor: torch.Tensor) -> int:
+    return CPU_CHUNK_BYTES if tensor.device.type == "cpu" else DEVICE_CHUNK_BYTES
 
 
 class _Chunked(torch.autograd.Function):
@@ -111,9 +114,17 @@ class _Chunked(torch.autograd.Function):
                 allowed="one differentiation",
                 remedy="a plan without chunked_loss",
             )
-        scaled = [None if found is None else found * grad.to(found.dtype) for found in ctx.saved_tensors]
-        grad_x, grad_weight, grad_bias = (None if found is None else found.to(ctx.dtype) for found in scaled)
+        grad_x, grad_weight, grad_bias = (None if found is None else _scaled(found, grad, ctx.dtype) for found in ctx.saved_tensors)
         return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+def _scaled(found: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The product in `dtype`, a few rows at a time: what was found stays as it is, and no second copy of its width is made."""
+    scaled, factor = torch.empty_like(found, dtype=dtype), factor.to(found.dtype)
+    size = max(1, _chunk_bytes(found) // max(1, found[:1].nbytes))
+    for rows, room in zip(found.split(size), scaled.split(size), strict=True):
+        room.copy_(rows * factor)
+    return scaled
 
 
 def _one_chunk(
