@@ -9,7 +9,7 @@ import phalanx as px
 from phalanx.errors import ConfigError, PlanError
 from phalanx.parallel.expert.losses import read_scores
 from phalanx.precision import lift_to_float64
-from phalanx.testing import run_ranks
+from phalanx.testing import RankError, run_ranks
 from phalanx.verify.batches import make_batch
 from phalanx.verify.program import use_plain_experts
 from phalanx.verify.tiny import build_tiny
@@ -17,14 +17,16 @@ from phalanx.verify.tiny import build_tiny
 STEPS = 2
 
 
-def start(name):
+def start(name, length=None):
+    """A model and its batches, of which `length` tokens of every row are left."""
     torch.manual_seed(4)
     model, kind = build_tiny(name)
     use_plain_experts(model.double().train())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3)  # routers that are far from even
-    return model, [make_batch(kind, model.config, step) for step in range(STEPS)]
+    batches = [make_batch(kind, model.config, step) for step in range(STEPS)]
+    return model, [{key: value[:, :length] for key, value in batch.items()} for batch in batches]
 
 
 def routers(model):
@@ -58,9 +60,9 @@ def added_losses(model, batch, z, sequence):
     return total
 
 
-def plain_steps(name, z=0.0, sequence=0.0, rate=0.0):
+def plain_steps(name, z=0.0, sequence=0.0, rate=0.0, length=None):
     """Losses, gradients of the last step, and buffers afterwards."""
-    model, batches = start(name)
+    model, batches = start(name, length)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     with lift_to_float64():
@@ -84,8 +86,8 @@ def plain_steps(name, z=0.0, sequence=0.0, rate=0.0):
 # -- under a plan ----------------------------------------------------------------------------------------------------------------
 
 
-def planned_steps(name, plan, options):
-    model, batches = start(name)
+def planned_steps(name, plan, options, length=None):
+    model, batches = start(name, length)
     booster = px.Booster(plan, routing=px.Routing(**options))
     model, optimizer, _, loader, _ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), None, batches)
     losses = []
@@ -124,6 +126,42 @@ def test_added_losses_are_those_of_one_process(name, plan, world):
     right = plain_steps(name, z=0.02, sequence=0.5)
     compare(run_ranks(planned_steps, world, name, plan, {"z": 0.02, "sequence": 0.5})[0], right)
     assert abs(right[0][0] - plain_steps(name)[0][0]) > 1e-3  # they are there
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "world"),
+    [
+        ("tiny-deepseek-v3", "cp3", 3),
+        pytest.param("tiny-deepseek-v3", "zero1+pp2+ring2+acc2", 4, marks=pytest.mark.slow),
+        pytest.param("tiny-mixtral", "tp2+sp+ring2", 4, marks=pytest.mark.slow),
+        pytest.param("tiny-mixtral", "recompute+ulysses2+ep2", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_what_fills_up_parts_of_rows_is_not_counted(name, plan, world):
+    """Rows of 11 tokens, which neither 2 nor 3 divides: losses, biases and loads are those of these tokens."""
+    rate = 0.01 if name == "tiny-deepseek-v3" else 0.0
+    right = plain_steps(name, z=0.02, sequence=0.5, rate=rate, length=11)
+    found = run_ranks(planned_steps, world, name, plan, {"z": 0.02, "sequence": 0.5, "bias_rate": rate}, 11)[0]
+    compare(found, right)
+    model, batches = start(name, 11)
+    choices = model.config.num_experts_per_tok * sum(batch["input_ids"].numel() for batch in batches)
+    assert {sum(chosen) for _, chosen, *_ in found[3]} == {choices}
+
+
+def biases_of_listed_experts():
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "numerics"))
+    import user_mixture
+
+    model, criterion, _ = user_mixture.build_scaling()
+    px.Booster("cp2", routing=px.Routing(bias_rate=0.1)).boost(model, None, criterion)
+
+
+def test_biases_of_listed_experts_are_refused_where_rows_are_filled_up():
+    with pytest.raises(RankError, match="cp2 fills rows up"):
+        run_ranks(biases_of_listed_experts, 2)
 
 
 def shares_of_choices(make, likely="softmax", num_choices=2, **options):

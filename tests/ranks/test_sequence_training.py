@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import phalanx as px
-from phalanx.cluster import comm
+from phalanx.cluster import comm, launch
+from phalanx.errors import PlanError
 from phalanx.testing import RankError, run_ranks
 from tests.numerics import sequence_programs as programs
 
@@ -114,6 +115,43 @@ def test_a_batch_of_another_kind_is_tried_out_as_well():
         run_ranks(_another_kind_of_batch, 2)
 
 
+def _tried_again() -> None:
+    booster, model = px.Booster("ring2"), programs.Transformer("pooled").double()
+    booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), programs.sum_and_count)
+    with pytest.raises(PlanError, match="mixes tokens"):
+        booster.step(programs.own_batch(0))
+    booster.step(programs.own_batch(1))
+
+
+def test_a_refusal_stands_when_a_step_is_tried_again():
+    with pytest.raises(RankError, match="mixes tokens"):
+        run_ranks(_tried_again, 2)
+
+
+def _losses_of_lengths(plan: str, lengths: list[tuple[int, int]]) -> list[float]:
+    """Steps on two times `ROWS` rows of two lengths, which one process sees filled up and data ranks as they are."""
+    torch.manual_seed(0)
+    booster, model, losses = px.Booster(plan), programs.Transformer().double(), []
+    booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), programs.sum_and_count)
+    for step, pair in enumerate(lengths):
+        parts = [[tensor[:, :length] for tensor in programs.own_batch(2 * step + half)] for half, length in enumerate(pair)]
+        if plan == "zero0":
+            fill = lambda tensor, value: torch.nn.functional.pad(tensor, (0, max(pair) - tensor.shape[1]), value=value)  # noqa: E731, B023
+            batch = torch.cat([fill(ids, 0) for ids, _ in parts]), torch.cat([fill(labels, -100) for _, labels in parts])
+        else:
+            batch = tuple(parts[launch.world().rank // 2])
+        losses.append(booster.step(batch).loss)
+    return losses
+
+
+@pytest.mark.parametrize("lengths", [[(13, 13), (3, 13)], [(3, 13), (13, 3)]])
+def test_rows_of_data_ranks_may_have_other_lengths(lengths):
+    """Short rows prove little, but what one data rank has to try out all have."""
+    expected = run_ranks(_losses_of_lengths, 1, "zero0", lengths)[0]
+    for losses in run_ranks(_losses_of_lengths, 4, "dp2+ring2", lengths):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
 def _hand_written() -> None:
     booster, model, optimizer = _boosted("ring2", _llama())
     booster.backward(model(**_batch()).loss, optimizer)
@@ -137,21 +175,27 @@ def test_frequencies_that_depend_on_the_length_are_refused():
         run_ranks(_long_rope, 2)
 
 
-def _generation(plan: str) -> bool:
-    """Between two steps on parts of rows."""
+def _generation(plan: str) -> tuple[bool, bool]:
+    """Between two steps on parts of rows: whether it says what the same weights say in one process, and what those before the step did."""
     model, prompt = _llama(), programs.draw(5, ROWS, 7)
-    booster, boosted, _ = _boosted(plan, model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5)  # so that a step changes what is said
+    says = lambda model: model.eval().generate(input_ids=prompt, max_new_tokens=5, do_sample=False)  # noqa: E731
+    before, alone = says(model), _llama()
+    booster, boosted, _ = _boosted(plan, model.train())
     booster.step(_batch())
-    alone = _llama()
     alone.load_state_dict(booster.full_state_dict())
     with booster.gathered():
-        found = boosted.eval().generate(input_ids=prompt, max_new_tokens=5, do_sample=False)
+        found = says(boosted)
     booster.step(_batch(1))
-    return torch.equal(found, alone.eval().generate(input_ids=prompt, max_new_tokens=5, do_sample=False))
+    return torch.equal(found, says(alone)), torch.equal(found, before)
 
 
 def test_a_model_generates_whole_rows_between_steps_on_parts():
-    assert all(run_ranks(_generation, 2, "zero3+ring2"))
+    for is_right, is_stale in run_ranks(_generation, 2, "zero3+ring2"):
+        assert is_right
+        assert not is_stale
 
 
 def _losses_of_two_models(plan: str) -> list[float]:

@@ -170,6 +170,7 @@ class Booster:
             objective.own,
             place,
             uses_own_loss=objective.criterion is None,
+            share=objective.share,
             salt=self.mesh.index("tp"),
         )
 

@@ -57,7 +57,7 @@ def place_experts(model: nn.Module, context: Context) -> nn.Module:
     axes = ExpertAxes.of(mesh, plan.ep, by_sequence=plan.sp, fewest=fewest, local_size=launch.world().local_size)
     context.lending = Lending({owner: slot.name for slot in find_slots(model) for owner in slot.owners})
     spread_experts(layers, axes, context.placements, routing, context.lending)
-    sequence = _sequence_axis(context)
+    sequence = context.share.sequence = _sequence_axis(context)
     add_losses(layers, routing, context.share, [axis for axis in (mesh.axis("cp"), sequence) if axis is not None], sequence)
     context.mixture = Mixture(
         loads=[layer.load for layer in layers],
@@ -75,6 +75,12 @@ def _sequence_axis(context: Context) -> Axis | None:
 
 
 def _refuse_mismatch(layers: list[ExpertLayer], context: Context) -> None:
+    if context.plan.cp > 1 and context.routing.bias_rate and any(isinstance(layer.found, ExpertList) for layer in layers):
+        raise PlanError(
+            f"cp{context.plan.cp} fills rows up, and the choices of {type(layers[0].block).__name__} do not tell which tokens do so",
+            allowed="bias_rate for stacked experts of transformers where sequences are cut",
+            remedy="Routing(sequence=0.001), or a plan without cp",
+        )
     if context.plan.sp and any(isinstance(layer.found, ExpertList) for layer in layers):
         raise PlanError(
             f"sp cuts the sequence, and {type(layers[0].block).__name__} calls experts that tp may have split on tokens of its own choice",

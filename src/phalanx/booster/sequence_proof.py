@@ -37,10 +37,12 @@ def prove(sequences: SplitSequences, batch: Any, evaluate: Evaluate, world: Axis
     Cost: forwards of at most `PART_TOKENS` tokens a rank and rows of `MOST_ROWS`, once.
     Raises: PlanError on every rank, naming the module that mixes tokens, or the loss that does not add up.
     """
-    sequences.proven.add(sequences.kind(batch))
+    kind = sequences.kind(batch)
     if any(detect_fake_mode(tensor) is not None for tensor in tensors_in(batch)):
         sequences.position_sites = set()
+        sequences.proven.add(kind)
         return
+    batch = _longest(batch, world)
     short = _short(batch, sequences.grid.size)
     model, sequences.position_sites = sequences.model, None
     styles = sorted(sequences.label_styles(), key=lambda style: style != sequences.label_style)
@@ -65,6 +67,17 @@ def prove(sequences: SplitSequences, batch: Any, evaluate: Evaluate, world: Axis
         raise _refusal(problem, sequences)
     if unequal is not None:
         raise _refusal_of_loss(unequal, sequences)
+    sequences.proven |= {kind, sequences.kind(batch)}
+
+
+def _longest(batch: Any, world: Axis) -> Any:
+    """The batch whose rows are longest on any rank: all try out the same then, and agree on what is proven, whatever lengths follow."""
+    lengths = comm.gather_objects(row_length(batch), world)
+    if len(set(lengths)) == 1:
+        return batch
+    rows = take_rows(batch, 0, min(MOST_ROWS, num_rows(batch)), num_rows(batch))
+    plain = _mapped(rows, lambda name, value: value.cpu() if isinstance(value, torch.Tensor) else value)
+    return comm.broadcast_object(plain, world, lengths.index(max(lengths)))
 
 
 def _refusal(problem: str, sequences: SplitSequences) -> PlanError:

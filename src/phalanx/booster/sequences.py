@@ -22,6 +22,7 @@ from phalanx.data import num_rows
 from phalanx.errors import PlanError, ShapeError
 from phalanx.kernels.attention import Form
 from phalanx.kernels.attention_sight import Sight
+from phalanx.parallel.expert.share import PassShare
 from phalanx.parallel.sequence import Cut, Grid, Rows, attention
 from phalanx.parallel.sequence.cut import reach_of
 
@@ -60,11 +61,22 @@ class SplitSequences:
     """The cut of one model's sequences over a grid of ranks.
 
     `own` says how labels are counted, by the model itself or (`uses_own_loss` False) by a criterion; `place` puts a batch on the device.
-    `salt` differs between ranks that hold other heads, which drop other weights.
+    `share` tells layers which tokens only fill rows up. `salt` differs between ranks that hold other heads, which drop other weights.
     """
 
-    def __init__(self, model: nn.Module, grid: Grid, own: OwnLoss, place: Callable[[Any], Any], *, uses_own_loss: bool, salt: int = 0):
+    def __init__(
+        self,
+        model: nn.Module,
+        grid: Grid,
+        own: OwnLoss,
+        place: Callable[[Any], Any],
+        *,
+        uses_own_loss: bool,
+        share: PassShare | None = None,
+        salt: int = 0,
+    ):
         self.model, self.grid, self.own, self.place, self.uses_own_loss, self.salt = model, grid, own, place, uses_own_loss, salt
+        self.share = share or PassShare()
         self.seam = AttentionSeam(model)
         accepted = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in accepted
@@ -76,7 +88,7 @@ class SplitSequences:
         self.position_sites: set[tuple[str, int]] | None = None
         self.found_sites: set[tuple[str, int]] = set()
         self.files = {getattr(sys.modules.get(name), "__file__", None) for name in self.seam.modules}
-        self.proven: set[Kind] = set()
+        self.proven: set[tuple[Kind, bool]] = set()
 
     def label_styles(self) -> list[str]:
         """The ways in which labels may be cut, the likeliest first."""
@@ -84,9 +96,14 @@ class SplitSequences:
             return [ALIGNED, SHIFTED]
         return [KEYWORD] if self.uses_own_loss and self.own.takes_num_items else [SHIFTED, ALIGNED]
 
-    def kind(self, batch: Any) -> Kind:
-        """What has to be tried out again: a model may treat a batch with a mask, say, in another way, and short rows prove little."""
-        return *kind_of(batch), ("short", int(row_length(batch) <= 2 * self.grid.size))
+    def is_proven(self, batch: Any) -> bool:
+        """Whether batches of this kind, and as long, were tried out: a mask may change what a model does, and short rows prove little."""
+        kind, is_short = self.kind(batch)
+        return bool(self.proven & {(kind, is_short), (kind, False)})
+
+    def kind(self, batch: Any) -> tuple[Kind, bool]:
+        """Its entries, and whether its rows are short."""
+        return kind_of(batch), row_length(batch) <= 2 * self.grid.size
 
     @contextmanager
     def running(self, batch: Any) -> Iterator[Any]:
@@ -241,6 +258,7 @@ class Passage:
         with ExitStack() as stack:
             stack.enter_context(sequences.seam.exchanged(lambda call: sequences._attend(part, call), self.told))
             stack.enter_context(sequences._numbered(part))
+            stack.enter_context(sequences.share.filled(part.num_real, part.rows.cut.local_length + part.num_extra))
             batch = sequences._with_mask(part.batch, part.rows.cut)
             self.stack = stack.pop_all()
         return batch

@@ -149,7 +149,7 @@ class Training:
 
     def _teach_sequences(self, runner: Runner, micro_batches: list[MicroBatch]) -> None:
         """Where sequences are cut, stages run on parts of their rows, once it is proven that they may."""
-        if self.sequences is None or self.sequences.kind(micro_batches[0].rows) in self.sequences.proven:
+        if self.sequences is None or self.sequences.is_proven(micro_batches[0].rows):
             return
         prove(self.sequences, micro_batches[0].rows, runner.try_out, self.world)
         runner.hooks = replace(runner.hooks, placed=self.sequences.passage)
@@ -247,7 +247,7 @@ class Training:
         if self.sequences is None:
             yield to_device(rows, self.engine.device)
             return
-        if self.sequences.kind(rows) not in self.sequences.proven:
+        if not self.sequences.is_proven(rows):
             prove(self.sequences, rows, lambda batch: self.objective.without_proof(self.model, batch), self.world)
         with self.sequences.running(rows) as part:
             yield part

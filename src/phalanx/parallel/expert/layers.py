@@ -79,7 +79,7 @@ def _counting(load: Load) -> Any:
     @torch._dynamo.disable
     def before(module: nn.Module, args: Any) -> None:
         if module.training:
-            load.count(args[1])
+            load.count(args[1], load.share.counted(args[1]))
 
     return before
 

@@ -30,7 +30,7 @@ class LayerLoad:
 
 
 class Load:
-    """Running counts of one layer on this rank. Spare rows and forwards that are run again do not count.
+    """Running counts of one layer on this rank. Spare rows, what fills rows up, and forwards that are run again do not count.
 
     Cost: one small addition a forward, no read by the host.
     """
@@ -40,7 +40,10 @@ class Load:
         self.counts: torch.Tensor | None = None
 
     @torch.no_grad()
-    def count(self, experts_TK: torch.Tensor) -> None:
+    def count(self, experts_TK: torch.Tensor, counted_T: torch.Tensor | None = None) -> None:
+        """Adds the choices of these tokens, or of those that `counted_T` names."""
+        if counted_T is not None:
+            experts_TK = experts_TK.masked_fill(~counted_T[:, None], -1)
         flat = experts_TK.reshape(-1).long()
         known = ((flat >= 0) & (flat < self.num_experts)).double()
         self._add(

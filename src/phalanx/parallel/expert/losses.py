@@ -143,7 +143,7 @@ class RouterLosses:
         if not self.is_read:
             self.scores, self.is_read = read_scores(self.routed, self.num_experts, self.scores, reads_logits=self.z_weight > 0), True
         logits = self.routed[0] if isinstance(self.routed, tuple) else self.routed
-        loss = self.z_weight * (torch.logsumexp(logits.float(), -1) ** 2).sum() if self.z_weight else logits.new_zeros(())
+        loss = self.z_weight * self._squares(logits.reshape(-1, self.num_experts)) if self.z_weight else logits.new_zeros(())
         if self.row_weight:
             loss = loss + self.row_weight * self._row_balance(logits.reshape(self.num_rows, -1, self.num_experts), self.routed)
         self._print(loss)
@@ -151,6 +151,10 @@ class RouterLosses:
         if not isinstance(output, tuple):
             return _Differentiated.apply(output, loss, self.share)
         return type(output)((_Differentiated.apply(output[0], loss, self.share), *output[1:]))
+
+    def _squares(self, logits_TE: torch.Tensor) -> torch.Tensor:
+        squares_T, counted_T = torch.logsumexp(logits_TE.float(), -1) ** 2, self.share.counted(logits_TE)
+        return squares_T.sum() if counted_T is None else (squares_T * counted_T).sum()
 
     def _print(self, loss: torch.Tensor) -> None:
         """Adds the loss to what is printed. Cost: one all_reduce of a number where the sequence is split between layers."""
@@ -167,10 +171,12 @@ class RouterLosses:
             raise ConfigError("a router that returns logits alone does not say what was chosen", remedy="Routing(sequence=0)")
         scores_BSE = SCORES[self.scores](logits_BSE.float())
         scores_BSE = scores_BSE / scores_BSE.sum(-1, keepdim=True)
+        counted_T = self.share.counted(logits_BSE.flatten(0, 1))
+        counted_BS = torch.ones_like(scores_BSE[..., 0]) if counted_T is None else counted_T.view(scores_BSE.shape[:2]).to(scores_BSE)
         counts_BE = torch.zeros_like(scores_BSE[:, 0]).scatter_add(
-            1, chosen.flatten(1), torch.ones_like(chosen.flatten(1), dtype=scores_BSE.dtype)
+            1, chosen.flatten(1), counted_BS[..., None].expand(chosen.shape).flatten(1)
         )
-        sums_BE, length = scores_BSE.sum(1), logits_BSE.new_tensor(float(logits_BSE.shape[1]), dtype=scores_BSE.dtype)
+        sums_BE, length = (scores_BSE * counted_BS[..., None]).sum(1), counted_BS[0].sum()
         for axis in self.contexts:  # each rank adds its own tokens' part of the loss, with the choices of all tokens of a row
             comm.all_reduce(counts_BE, axis)
             comm.all_reduce(length, axis)
