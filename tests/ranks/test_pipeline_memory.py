@@ -82,6 +82,7 @@ def stage_bytes(runner, marks, handed):
             input=steady(halves),
             weight=steady(weights),
             first=rise(makes[0]),
+            first_weight=rise(makes[0]),
             gradients=change(makes[0]) - (whole if makes[0].kind is Kind.BACKWARD else -later),
         )
     return found
@@ -112,7 +113,7 @@ def handed_bytes(runner):
     return [size] * (runner.table.num_stages - 1) + [0]
 
 
-SCHEDULES = ("gpipe", "zb-h1", "interleaved2", "dualpipev", "auto-schedule")
+SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved2", "zbv", "dualpipev", "auto-schedule")
 
 
 @pytest.mark.parametrize(

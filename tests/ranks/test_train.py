@@ -80,19 +80,17 @@ def test_two_ranks_learn_what_one_learns(tmp_path):
 LARGER = ("hidden_size=128", "intermediate_size=384", "num_hidden_layers=4", "num_attention_heads=4")
 
 
-OTHERS = {"interleaved2": 0.02, "gpipe": 0.04, "zb-h1": 0.12}
-OTHERS |= {"recompute=full,0": 0.02, "zb-h1+recompute=0,full": 0.02}
-ABOVE = [("pp2", 0.02), *(pytest.param(f"pp2+{name}", above, marks=pytest.mark.slow) for name, above in OTHERS.items())]
+OTHERS = ("interleaved2", "gpipe", "zb-h1", "recompute=full,0", "zb-h1+recompute=0,full")
 
 
-@pytest.mark.parametrize(("plan", "above"), ABOVE)
-def test_stages_take_the_memory_that_was_predicted(tmp_path, plan, above):
-    """Of each rank's own stages, in the order of the schedule; halves and late first gradients are taken for more than they are."""
+@pytest.mark.parametrize("plan", ["pp2", *(pytest.param(f"pp2+{name}", marks=pytest.mark.slow) for name in OTHERS)])
+def test_stages_take_the_memory_that_was_predicted(tmp_path, plan):
+    """Of each rank's own stages, in the order of the schedule."""
     overrides = [*(f"model.config.{setting}" for setting in LARGER), "batch.rows=8", "batch.tokens=64", "text.held_out=0.4"]
     folder = run(write_recipe(tmp_path), 2, f"run.plan={plan}", "steps.total=3", *overrides)
     for memory in json.loads(folder.summary.read_text())["memory"]:
         for name in ("kept", "peak"):
-            assert 0.98 <= memory["predicted"][name] / memory["measured"][name] <= 1 + above, name
+            assert memory["predicted"][name] == pytest.approx(memory["measured"][name], rel=0.02), name
 
 
 def test_the_engine_of_pytorch_learns_the_same(tmp_path):

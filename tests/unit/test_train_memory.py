@@ -100,6 +100,19 @@ def test_stages_keep_what_their_layers_keep():
     assert last.backward > 0
 
 
+def test_a_halved_backward_rises_by_what_each_half_does():
+    model, words = Stacked(), torch.zeros(2, 5, dtype=torch.int64)
+    _, cut = table_and_cut(model, tuple(layer_stacks(model)), Plan.parse("pp2"))
+    alone, summed = (Parts(model, {"x": words, "labels": words}, cut, 3, stays=stays) for stays in (True, False))
+    first, last = (alone.stage(stage, True) for stage in range(2))
+    # The first stage sends no gradients on, so its first half does nothing and keeps everything.
+    assert (first.kept_for_weights, first.weight, first.first_weight) == (first.kept + first.handed, first.backward, first.first)
+    assert last.first_weight <= last.gradients
+    assert last.first > last.backward
+    # Gradients that are summed with others' lie in one piece of memory for each layer, which the first of them brings.
+    assert summed.stage(0, False).first > alone.stage(0, False).first
+
+
 def test_a_stage_that_recomputes_keeps_the_inputs_of_its_layers():
     model, words = Stacked(), torch.zeros(2, 5, dtype=torch.int64)
     plan = Plan.parse("pp2+recompute=full,0")

@@ -36,31 +36,49 @@ def predicted_in_stages(
     rows = scale_activations(1, 1, batch.rows, plan, data_size)
     recompute_by_stage(plan, table, cut)
     halves = plan.pp_keep or plan.zero < 3 or data_size == 1
+    stays = data_size * plan.cp * plan.tp == 1 and plan.precision == "fp32"
     tokens = torch.zeros(2, batch.tokens, dtype=torch.int64)
-    parts = Parts(model, {"input_ids": tokens, "labels": tokens}, cut, rows, gradients / sum(sizes))
+    parts = Parts(model, {"input_ids": tokens, "labels": tokens}, cut, rows, gradients / sum(sizes), stays)
     stages = [parts.stage(stage, halves and not recomputes(cut, stage)) for stage in range(cut.num_stages)]
     return StepMemory(found["parameter"] + found["optimizer"], found["total"] - gradients + peak_bytes(table, stages)[pp_index])
 
 
 @dataclass
 class Segment:
-    """A part of a pass: what it keeps for the backward; what its first half leaves for the second; the most that each way rises by."""
+    """A part of a pass: what it keeps for the backward, what its first half leaves for the second, and the most that each way rises by.
+
+    The backward rises by `early` before the first gradient of a weight has come, and by `late` from then on, were each let go as it comes;
+    by `grown`, were each kept.
+    """
 
     kept: int = 0
     later: int = 0
     forward: int = 0
-    backward: int = 0
+    early: int = 0
+    late: int = 0
+    grown: int = 0
+
+    @property
+    def backward(self) -> int:
+        return max(self.early, self.late)
+
+    def first(self, made: int, stays: bool) -> int:
+        """The rise of the first backward: gradients stay as they come, or the first one brings the memory of all that are `made`."""
+        return self.grown if stays else max(self.early, self.late + made)
 
 
 class Parts:
     """What a micro-batch of `rows` rows takes before, in and after each layer, and the gradients that its weights leave.
 
-    What grows with the rows is told from what does not, as gradients in the making, by passes of one row and of two.
+    What grows with the rows is told from what does not, as gradients in the making, by passes of one row and of two. Gradients of layers
+    stay as they come where one rank `stays` alone with them, else they are gathered in one piece of memory for each layer.
     Cost: four passes over the hollow model.
     """
 
-    def __init__(self, model: torch.nn.Module, batch: dict[str, torch.Tensor], cut: Cut, rows: int, gradient_bytes: float = 4.0):
-        self.cut, self.gradient_bytes = cut, gradient_bytes
+    def __init__(
+        self, model: torch.nn.Module, batch: dict[str, torch.Tensor], cut: Cut, rows: int, gradient_bytes: float = 4.0, stays: bool = True
+    ):
+        self.cut, self.gradient_bytes, self.stays = cut, gradient_bytes, stays
         self.segments, self.hidden = self._measure(model, batch, rows, halves=False)
         self.halved, _ = self._measure(model, batch, rows, halves=True)
         inside = {id(parameter) for _, block in cut.blocks for parameter in block.parameters()}
@@ -81,25 +99,29 @@ class Parts:
         mine = slice(first + 1 - is_first, last + 2 + is_last)
         received, handed = 0 if is_first else self.hidden, 0 if is_last else self.hidden
         made = [round(size * self.gradient_bytes) for size in self.weights[mine]]
-        forth, back = self.segments[mine], list(zip(self.segments[mine], made))[::-1]
+        # Outside of the layers one large weight is alone in its chunk, and its gradient itself becomes the memory.
+        stay = [self.stays or place in (0, len(self.segments) - 1) for place in range(len(self.segments))[mine]]
+        forth, back = self.segments[mine], list(zip(self.segments[mine], made, stay))[::-1]
         kept = sum(part.kept for part in forth)
         found = StageBytes(
             received=received,
             handed=handed,
             kept=kept - handed,
             forward=_highest((part.forward, part.kept) for part in forth),
-            backward=_highest((part.backward, -part.kept) for part, _ in back),
-            first=_highest((part.backward + new, new - part.kept) for part, new in back),
+            backward=_highest((part.backward, -part.kept) for part, *_ in back),
+            first=_highest((part.first(new, stays), new - part.kept) for part, new, stays in back),
             gradients=sum(made),
         )
         if not halves:
             return found
-        back = list(zip(self.halved[mine], made))[::-1]
+        if is_first:  # nobody waits for it: all is left to the second half
+            return replace(found, kept_for_weights=found.kept + handed, weight=found.backward, first_weight=found.first)
+        back = self.halved[mine][::-1]
         return replace(
             found,
-            kept_for_weights=sum(part.later for part, _ in back) - handed + received,
-            input=_highest((part.backward, part.later - part.kept) for part, _ in back),
-            first=max(found.first, _highest((new, new - part.later) for part, new in back)),
+            kept_for_weights=sum(part.later for part in back) - handed + received,
+            input=_highest((part.backward, part.later - part.kept) for part in back),
+            first_weight=_highest((new, new - part.later) for part, new in zip(back, made[::-1])),
         )
 
 
@@ -137,7 +159,7 @@ class _Passage:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        handles = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in self.model.parameters() if p.requires_grad]
+        handles = [p.register_post_accumulate_grad_hook(self._drop_gradient) for p in self.model.parameters() if p.requires_grad]
         for number, block in enumerate(self.blocks, 1):
             enter = lambda _, args, kwargs, number=number: self._enter(number, args, kwargs)  # noqa: E731
             handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
@@ -165,18 +187,31 @@ class _Passage:
         self._begin(number)
 
     def _begin(self, number: int) -> None:
-        self.number, self.level = number, self.count.now
+        self.number, self.level, self.came = number, self.count.now, 0
         self.count.peak = self.level
 
     def _end_forward(self) -> None:
         segment = self.segments[self.number]
         segment.kept, segment.forward = self.count.now - self.level, self.count.peak - self.level
 
+    def _drop_gradient(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        self._note_rise()
+        segment = self.segments[self.number]
+        segment.late = max(segment.late, self.count.now - self.level)  # this one, beside the memory that it brings
+        self.came += parameter.grad.nbytes
+        parameter.grad = None
+        self.count.peak = self.count.now
+
+    def _note_rise(self) -> None:
+        segment, rise = self.segments[self.number], self.count.peak - self.level
+        segment.grown = max(segment.grown, rise + self.came)
+        if self.came:
+            segment.late = max(segment.late, rise)
+        else:
+            segment.early = max(segment.early, rise)
+
     def _end_backward(self) -> None:
         segment = self.segments[self.number]
-        segment.backward = max(segment.backward, self.count.peak - self.level)
+        self._note_rise()
         segment.later = segment.kept + self.count.now - self.level
-
-
-def _drop_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None

@@ -15,8 +15,8 @@ class StageBytes:
 
     `received` and `handed` are the tensors that come from the stage before and go to the next (their gradients are as large). `kept`
     stays beside them from the forward to the end of the backward, `kept_for_weights`, the received tensors included, between its halves.
-    `forward`, `backward`, `input` and `weight` are the most that each rises above what was there when it began; `first` is that of the
-    step's first one that makes the weights' gradients, which leaves `gradients` behind.
+    `forward`, `backward`, `input` and `weight` are the most that each rises above what was there when it began. The step's first one that
+    makes the weights' gradients leaves `gradients` behind: a whole backward then rises by `first`, a weight half by `first_weight`.
     """
 
     received: int = 0
@@ -28,6 +28,7 @@ class StageBytes:
     input: int = 0
     weight: int = 0
     first: int = 0
+    first_weight: int = 0
     gradients: int = 0
 
     def rise(self, kind: Kind) -> int:
@@ -92,7 +93,8 @@ class _Row:
     def _make_gradients(self, action: Action, stage: StageBytes, change: int) -> None:
         is_first = action.chunk not in self.has_gradients
         self.has_gradients.add(action.chunk)
-        self._rise(stage.first if is_first else stage.rise(action.kind), change + (stage.gradients if is_first else 0))
+        first = stage.first_weight if action.kind is Kind.WEIGHT else stage.first
+        self._rise(first if is_first else stage.rise(action.kind), change + (stage.gradients if is_first else 0))
 
     def _rise(self, most: int, change: int) -> None:
         self.highest = max(self.highest, self.level + most)
