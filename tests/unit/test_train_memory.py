@@ -125,4 +125,5 @@ def test_a_stage_that_recomputes_keeps_the_inputs_of_its_layers():
     first, last = (parts.stage(stage, False) for stage in range(2))
     assert first.kept <= cut.starts[1] * (15 * 8 * 4 + 5056)  # and the random state, to draw the same again
     assert first.backward > plain.stage(0, False).backward
+    assert first.input == first.backward  # not halved, it runs where its first half would
     assert (last.kept, last.backward) == (plain.stage(1, False).kept, plain.stage(1, False).backward)

@@ -103,19 +103,21 @@ class Parts:
         stay = [self.stays or place in (0, len(self.segments) - 1) for place in range(len(self.segments))[mine]]
         forth, back = self.segments[mine], list(zip(self.segments[mine], made, stay))[::-1]
         kept = sum(part.kept for part in forth)
+        whole = _highest((part.backward, -part.kept) for part, *_ in back)
         found = StageBytes(
             received=received,
             handed=handed,
             kept=kept - handed,
             forward=_highest((part.forward, part.kept) for part in forth),
-            backward=_highest((part.backward, -part.kept) for part, *_ in back),
+            backward=whole,
+            input=whole,  # a backward that is not halved runs where its first half would
             first=_highest((part.first(new, stays), new - part.kept) for part, new, stays in back),
             gradients=sum(made),
         )
         if not halves:
             return found
         if is_first:  # nobody waits for it: all is left to the second half
-            return replace(found, kept_for_weights=found.kept + handed, weight=found.backward, first_weight=found.first)
+            return replace(found, kept_for_weights=found.kept + handed, input=0, weight=found.backward, first_weight=found.first)
         back = self.halved[mine][::-1]
         return replace(
             found,
