@@ -164,6 +164,29 @@ def test_biases_of_listed_experts_are_refused_where_rows_are_filled_up():
         run_ranks(biases_of_listed_experts, 2)
 
 
+def two_mixtures(plan, names):
+    """Two mixtures in training under one Booster, step by step in turn."""
+    booster, boosted = px.Booster(plan), []
+    for name in names:
+        model, batches = start(name)
+        model, optimizer, _, loader, _ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), None, batches)
+        boosted.append((model, optimizer, iter(loader)))
+    losses, gradients = {name: [] for name in names}, {}
+    with lift_to_float64():
+        for _ in range(STEPS):
+            for name, (model, optimizer, batches) in zip(names, boosted, strict=True):
+                booster.forward_backward(next(batches), model)
+                gradients[name] = booster.gradients(model)
+                losses[name].append(float(optimizer.step().loss))
+    return [(losses[name], gradients[name], booster.full_state_dict(model)) for name, (model, *_) in zip(names, boosted, strict=True)]
+
+
+def test_two_mixtures_under_one_booster():
+    names = ("tiny-mixtral", "tiny-deepseek-v3")
+    for name, found in zip(names, run_ranks(two_mixtures, 2, "zero1+ep2", names)[0], strict=True):
+        compare(found, plain_steps(name))
+
+
 def shares_of_choices(make, likely="softmax", num_choices=2, **options):
     """What is read from a router that weighs its choices by `make(logits)`."""
     logits = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
