@@ -322,9 +322,11 @@ def row_length(batch: Any) -> int:
     for entry in entries:
         if isinstance(entry, torch.Tensor) and entry.dim() in (2, 3):
             return int(entry.shape[1])
+    named = batch.items() if isinstance(batch, Mapping) else enumerate(entries)
+    shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in named if isinstance(value, torch.Tensor))
     raise PlanError(
-        "the batch has no entry with a token dimension, and the plan cuts sequences",
-        allowed="tensors of (rows, tokens) or (rows, tokens, width)",
+        f"the batch ({shapes or type(batch).__name__}) has no entry with a token dimension, and the plan cuts sequences",
+        allowed="tensors of (rows, tokens) or (rows, tokens, width); models that make tokens of an image cut none",
         remedy="a plan without cp",
     )
 
