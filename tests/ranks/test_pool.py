@@ -161,6 +161,16 @@ def test_ranks_may_run_ranks():
     assert run_ranks(_nested, 1) == [[5, 6]]
 
 
+def _loaded(module: str) -> bool:
+    return module in sys.modules
+
+
+def test_what_the_server_was_warmed_with_is_loaded_in_ranks():
+    assert run_ranks(_loaded, 2, "mailcap_of_nobody") == [False] * 2
+    pool.warm("imaplib", "mailcap_of_nobody")  # a module of Python that nothing else here imports, and one that is nowhere
+    assert run_ranks(_loaded, 2, "imaplib") == [True] * 2
+
+
 def _open_thread() -> int:
     threading.Thread(target=time.sleep, args=(600,)).start()
     return 1

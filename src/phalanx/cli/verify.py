@@ -21,8 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
+    from phalanx.cluster import pool
     from phalanx.cluster.launch import launch
     from phalanx.errors import ConfigError
+
+    if arguments.model and arguments.plan and launch().size == 1:
+        pool.warm("phalanx.verify.ranks")  # the ranks' server loads transformers while this process does
     from phalanx.verify import NAMES, verify_named
 
     if arguments.list:

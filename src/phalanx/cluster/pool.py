@@ -53,6 +53,13 @@ def preload(*modules: str) -> None:
     _preload.extend(name for name in modules if name not in _preload)
 
 
+def warm(*modules: str) -> None:
+    """Has the server import these and what else ranks will find loaded, while the caller does something else."""
+    preload(*modules)
+    with _lock:
+        send_message(_server().connection, Request(b"", [], tuple(_preload), False, 0.0, list(sys.path), os.getcwd()))
+
+
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120, debug: bool = False) -> list[Any]:
     """Calls `function(*args)` on `world` processes that form a world of their own; returns the results by rank.
 
@@ -104,7 +111,8 @@ class _Server:
     def close(self) -> None:
         if self.owner != os.getpid():
             return
-        self.connection.close()  # the server ends at the end of its input
+        self.connection.close()
+        self.process.terminate()  # no rank is running, but it may still be importing
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=5)
 

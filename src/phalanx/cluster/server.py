@@ -30,7 +30,10 @@ _LENGTH = struct.Struct("!Q")
 
 @dataclass(frozen=True)
 class Request:
-    """One call of `run_ranks`. `payload` pickles (function, args); `environments` has one mapping a rank."""
+    """One call of `run_ranks`, or none yet, but what it will want to find loaded.
+
+    `payload` pickles (function, args); `environments` has one mapping a rank.
+    """
 
     payload: bytes
     environments: list[dict[str, str]]
@@ -116,7 +119,8 @@ def serve(connection: socket.socket) -> None:
             pids = [_fork_rank(request, rank, descriptors) for rank in range(len(request.environments))]
             for descriptor in descriptors:
                 os.close(descriptor)
-            send_message(connection, Started(pids))
+            if pids:
+                send_message(connection, Started(pids))
 
 
 def _reap() -> list[Ended]:
