@@ -23,6 +23,7 @@ from phalanx.booster.stages import Stages, forward_to_watch
 from phalanx.booster.start import StartState
 from phalanx.booster.tiers import tier_sizes
 from phalanx.booster.training import Training, to_device
+from phalanx.checkpoint import Saving
 from phalanx.cluster import comm, device, launch
 from phalanx.cluster.mesh import Mesh
 from phalanx.cluster.random import Streams
@@ -87,6 +88,7 @@ class Booster:
         self.streams = Streams(seed, self.device)
         self.trainings: list[Training] = []
         self.loaders: list[Any] = []
+        self._under_way: Saving | None = None
 
     # -- boosting ------------------------------------------------------------------------------------------------------
 
@@ -309,15 +311,45 @@ class Booster:
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
-    def save(self, path: str | Path) -> None:
-        """The whole run: weights, moments, settings, schedule, loss scale, random streams, place in the data. Collective."""
+    def save(self, path: str | Path, *, wait: bool = True, then: Callable[[], object] = lambda: None) -> Saving | None:
+        """The whole run: weights, moments, settings, schedule, loss scale, random streams, place in the data. Collective.
+
+        With `wait=False` it returns when this rank's part is copied on the host, and a thread writes the copy; what comes back
+        tells when it is done. A save that is under way ends first, and its error is raised here. `then` is called on every rank
+        once the checkpoint is complete, by whoever wrote it.
+        Cost: with `wait=False` one copy of what this rank writes. Raises: ConfigError for `wait=False` under gemini's budgets.
+        """
+        self.finish_saving()
+        if not wait:
+            self._under_way = saving.save_run_beside(self, Path(path), then)
+            return self._under_way
         saving.save_run(self, Path(path))
+        then()
+        return None
+
+    def finish_saving(self) -> None:
+        """Returns when the save that is under way, if there is one, is complete. Raises: what went wrong with it, once."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.wait()
+
+    @contextmanager
+    def saves_finished(self) -> Iterator[None]:
+        """However the block ends, a save that is under way ends before; its error does not hide the one that the block raises."""
+        try:
+            yield
+        except BaseException:
+            if self._under_way is not None:
+                self._under_way.settle()
+            raise
+        self.finish_saving()
 
     def load(self, path: str | Path) -> None:
         """Takes up a run that `save` wrote; raises CheckpointError where a part is missing. Collective.
 
         Under the number of ranks that saved, the run goes on bit for bit. Under another, random streams start anew from the seed.
         """
+        self.finish_saving()
         saving.load_run(self, Path(path))
 
     def save_model(self, model: Any, path: str | Path | None = None, *, format: str = "huggingface") -> None:

@@ -7,7 +7,7 @@ has several models.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from phalanx.anatomy.file_names import FileNames
+from phalanx.booster.export_saved import form_of, save_configurations
 from phalanx.booster.file_weights import fill_from_files
 from phalanx.booster.optimizer import BoostedOptimizer
 from phalanx.booster.training import Training
-from phalanx.checkpoint import load, require_all_ranks, save
+from phalanx.checkpoint import Saving, Share, load, require_all_ranks, save, save_beside
 from phalanx.checkpoint.export import read_safetensors, write_safetensors
 from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
@@ -37,6 +38,19 @@ if TYPE_CHECKING:
 
 
 def save_run(booster: Booster, path: Path) -> None:
+    share = _share(booster)
+    save(path, share.pieces, share.state, share.local_state, booster.mesh.world)
+
+
+def save_run_beside(booster: Booster, path: Path, then: Callable[[], object]) -> Saving:
+    if booster.plan.gemini:
+        found = "under gemini memory is budgeted, and a copy of the state that is written beside the steps is in no budget"
+        raise ConfigError(f"booster.save({str(path)!r}, wait=False): {found}", allowed="wait=True", remedy=f"booster.save({str(path)!r})")
+    return save_beside(path, _share(booster), booster.mesh.world, then)
+
+
+def _share(booster: Booster) -> Share:
+    """What this rank has of the run. Collective."""
     require_all_ranks(booster.mesh.world, "booster.save")
     pieces: list[Piece] = []
     step = max((training.num_steps + training.skipped_total for training in booster.trainings), default=0)
@@ -47,8 +61,7 @@ def save_run(booster: Booster, path: Path) -> None:
         pieces += weight_pieces(training, prefix)
         pieces += moment_pieces(training, prefix)
         state["models"].append(_training_state(training))
-    local_state = {"streams": booster.streams.state_dict(), "torch": torch.get_rng_state()}
-    save(path, pieces, state, local_state, booster.mesh.world)
+    return Share(pieces, state, {"streams": booster.streams.state_dict(), "torch": torch.get_rng_state()})
 
 
 def load_run(booster: Booster, path: Path) -> None:
@@ -104,6 +117,7 @@ def _training_state(training: Training) -> dict[str, Any]:
         "scale_is_fitted": training.scale_is_fitted,
         "num_steps": training.num_steps,
         "skipped_total": training.skipped_total,
+        "form": form_of(training.model, _class_of(training.model).__name__, training.model_names.dtypes),
     }
 
 
@@ -180,7 +194,7 @@ def save_model(training: Training, path: Path, format: str, axis: Axis) -> None:
     try:
         if writes:
             write_safetensors(path, weights)
-            _save_configuration(training.model, path)
+            save_configurations(training.model, _class_of(training.model).__name__, path)
     except (CheckpointError, OSError) as error:
         failure = error
     for _ in weights:  # the gathers are collective: every rank goes through all of them
@@ -196,16 +210,6 @@ def _export_weights(training: Training) -> Iterator[tuple[str, torch.Tensor]]:
         yield from names.to_files(name, value.detach().to("cpu", dtypes[name], copy=True)).items()
     for name, buffer in _full_buffers(training):
         yield from names.to_files(name, buffer.to("cpu")).items()
-
-
-def _save_configuration(model: nn.Module, path: Path) -> None:
-    """The model's configurations; the first names the class that reads the model back."""
-    for part in ("config", "generation_config"):
-        configuration = getattr(model, part, None)
-        if hasattr(configuration, "save_pretrained"):
-            if part == "config":
-                configuration.architectures = [_class_of(model).__name__]
-            configuration.save_pretrained(path)
 
 
 def _class_of(model: nn.Module) -> type:

@@ -12,7 +12,8 @@ Nothing in it is a pickle: reading a checkpoint never runs code.
 """
 
 from phalanx.checkpoint.agree import require_all_ranks
+from phalanx.checkpoint.beside import Saving, save_beside
 from phalanx.checkpoint.reading import load
-from phalanx.checkpoint.writing import save
+from phalanx.checkpoint.writing import Share, save
 
-__all__ = ["load", "require_all_ranks", "save"]
+__all__ = ["Saving", "Share", "load", "require_all_ranks", "save", "save_beside"]

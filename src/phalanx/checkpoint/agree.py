@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from phalanx.cluster import comm, failure, launch
 from phalanx.cluster.mesh import Axis
@@ -15,6 +15,7 @@ from phalanx.errors import CheckpointError
 
 Own = TypeVar("Own")
 Shared = TypeVar("Shared")
+Gather = Callable[[object, Axis], list[Any]]  # `comm.gather_objects`, or what does the same beside the steps
 
 ALONE_S = 10.0
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -53,12 +54,12 @@ def _caller() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def together(axis: Axis, work: Callable[[], Own]) -> Own:
+def together(axis: Axis, work: Callable[[], Own], gather: Gather = comm.gather_objects) -> Own:
     """Does `work` on every rank and returns this rank's result, or raises on every rank if it failed on one."""
-    return gathered(axis, lambda: (work(), None))[0]
+    return gathered(axis, lambda: (work(), None), gather)[0]
 
 
-def gathered(axis: Axis, work: Callable[[], tuple[Own, Shared]]) -> tuple[Own, list[Shared]]:
+def gathered(axis: Axis, work: Callable[[], tuple[Own, Shared]], gather: Gather = comm.gather_objects) -> tuple[Own, list[Shared]]:
     """Does `work` on every rank; returns the first of this rank's two results and the second of all ranks, by index.
 
     Raises: CheckpointError of the first rank that failed, naming it where others did not.
@@ -68,7 +69,7 @@ def gathered(axis: Axis, work: Callable[[], tuple[Own, Shared]]) -> tuple[Own, l
         own, shared = work()
     except Exception as caught:  # whatever it is, the others must not wait for this rank
         error = caught
-    reports = comm.gather_objects((shared, _readable(error)), axis)
+    reports = gather((shared, _readable(error)), axis)
     failed = [index for index, (_, found) in enumerate(reports) if found is not None]
     if not failed:
         return own, [found for found, _ in reports]  # type: ignore[return-value]

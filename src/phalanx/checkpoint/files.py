@@ -17,23 +17,28 @@ from phalanx.errors import DamageError
 REMEDY = "an earlier checkpoint"
 
 
+MAX_OPEN = 32
+
+
 class Files:
-    """Opens files by name, checking their headers, and holds the last one used open."""
+    """Opens files by name, checking their headers, and holds the last few that were used open."""
 
     def __init__(self, source: Path, saved: Manifest):
         self._source, self._saved = source, saved
-        self._name = ""
-        self._open: ShardFile | None = None
+        self._open: dict[str, ShardFile] = {}
 
     def __getitem__(self, name: str) -> ShardFile:
-        if self._open is None or self._name != name:
-            self.close()
-            self._open, self._name = ShardFile(self._source / name, self._saved.files[name].checksum), name
-        return self._open
+        found = self._open.pop(name, None)
+        if found is None:
+            if len(self._open) == MAX_OPEN:
+                self._open.pop(next(iter(self._open))).close()
+            found = ShardFile(self._source / name, self._saved.files[name].checksum)
+        self._open[name] = found  # the last one used comes last
+        return found
 
     def close(self) -> None:
-        if self._open:
-            self._open.close()
+        while self._open:
+            self._open.popitem()[1].close()
 
     def __enter__(self) -> Files:
         return self

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -76,6 +77,10 @@ class Item:
         return cls(key, tensor, tuple(tensor.shape), 0, tensor.numel())
 
     @property
+    def dtype(self) -> str:
+        return dtype_name(self.tensor, self.key)
+
+    @property
     def num_bytes(self) -> int:
         return (self.stop - self.start) * self.tensor.element_size()
 
@@ -85,6 +90,20 @@ class Item:
         step = max(1, BLOCK_BYTES // flat.element_size())
         for first in range(self.start, self.stop, step):
             yield as_bytes(flat[first : min(first + step, self.stop)].cpu())
+
+
+class Source(Protocol):
+    """What becomes one tensor of a file: its key, its dtype's name, its shape, and its bytes in blocks."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def blocks(self) -> Iterator[memoryview]: ...
 
 
 def as_bytes(flat: torch.Tensor) -> memoryview:
@@ -101,14 +120,14 @@ class Written:
     checksums: dict[str, int]
 
 
-def write(path: Path, items: Sequence[Item], metadata: Mapping[str, str] | None = None) -> Written:
+def write(path: Path, items: Sequence[Source], metadata: Mapping[str, str] | None = None) -> Written:
     """Writes one safetensors file and flushes it. Cost: extra memory of one block."""
-    items = sorted(items, key=lambda item: (_ORDER.index(dtype_name(item.tensor, item.key)), item.key))
+    items = sorted(items, key=lambda item: (_ORDER.index(item.dtype), item.key))
     header: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
     offset = 0
     for item in items:
         end = offset + item.num_bytes
-        header[item.key] = {"dtype": DTYPE_NAMES[item.tensor.dtype], "shape": item.shape, "data_offsets": [offset, end]}
+        header[item.key] = {"dtype": item.dtype, "shape": item.shape, "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)

@@ -7,20 +7,41 @@ import os
 import secrets
 import zlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint import directory, disk, shard_file
 from phalanx.checkpoint import manifest as manifests
-from phalanx.checkpoint.agree import gathered, require_all_ranks, together
+from phalanx.checkpoint.agree import Gather, gathered, require_all_ranks, together
 from phalanx.checkpoint.manifest import MANIFEST, STATE, Manifest, SavedFile, SavedPiece, SavedTensor, local_name, part_name
 from phalanx.checkpoint.shard_file import Item
-from phalanx.checkpoint.state import encode
+from phalanx.checkpoint.state import decode, encode
+from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
 from phalanx.errors import CheckpointError
 from phalanx.layout import Layout, Piece
 
 MAX_FILE_BYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank gives to a checkpoint; `state` is the same on all ranks."""
+
+    pieces: list[Piece]
+    state: dict[str, Any]
+    local_state: dict[str, Any]
+
+    def staged(self) -> Share:
+        """A copy on the host of all that this rank writes; the original may then change. Cost: the bytes of the owned pieces."""
+        pieces = [replace(piece, tensor=piece.tensor.detach().to("cpu", copy=True)) if piece.owned else piece for piece in self.pieces]
+        return Share(pieces, _copied(self.state, "state"), _copied(self.local_state, "local_state"))
+
+
+def _copied(values: dict[str, Any], where: str) -> dict[str, Any]:
+    encoded, tensors = encode(values, where)
+    return decode(encoded, {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()})
 
 
 def save(
@@ -44,14 +65,30 @@ def save(
     CommError on all ranks if only the first one calls.
     """
     require_all_ranks(axis, "save")
-    target = directory.resolve(path)
-    token = gathered(axis, lambda: (None, secrets.token_hex(4)))[1][0]
+    token = gathered(axis, lambda: (None, new_token()))[1][0]
+    write(directory.resolve(path), token, Share(list(pieces), dict(state), dict(local_state)), axis, max_file_bytes)
+
+
+def new_token() -> str:
+    """What tells the directories of one save from those of another; the first rank's counts."""
+    return secrets.token_hex(4)
+
+
+def write(
+    target: Path,
+    token: str,
+    share: Share,
+    axis: Axis,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    gather: Gather = comm.gather_objects,
+) -> None:
+    """Writes what all ranks give; they meet by `gather`."""
     growing = directory.beside(target, "saving", token)
     try:
-        together(axis, lambda: _begin(target, token, axis))
-        _, digests = gathered(axis, lambda: (None, _write_part(growing, list(pieces), state, local_state, axis, max_file_bytes)))
+        together(axis, lambda: _begin(target, token, axis), gather)
+        _, digests = gathered(axis, lambda: (None, _write_part(growing, share, axis, max_file_bytes)), gather)
         _require_same_state(digests)
-        together(axis, lambda: _finish(growing, target, token, axis))
+        together(axis, lambda: _finish(growing, target, token, axis), gather)
     except CheckpointError:
         if axis.index == 0:
             directory.abandon(target, token)
@@ -63,25 +100,23 @@ def _begin(target: Path, token: str, axis: Axis) -> None:
         directory.begin(target, token)
 
 
-def _write_part(
-    growing: Path, pieces: list[Piece], state: Mapping[str, Any], local_state: Mapping[str, Any], axis: Axis, max_file_bytes: int
-) -> dict[str, int]:
+def _write_part(growing: Path, share: Share, axis: Axis, max_file_bytes: int) -> dict[str, int]:
     """Writes this rank's files and the list of them; returns a digest of each entry of `state`, to compare."""
     if not growing.is_dir():
         raise CheckpointError(f"{growing.parent} is not on a file system that all ranks share", remedy="a shared directory")
     part = Manifest(world=axis.size)
-    for piece in pieces:
+    for piece in share.pieces:
         _require_fit(piece)
         # Also pieces that others own are listed, so that a tensor which nobody owns is noticed now and not when it is needed.
         part.tensors.setdefault(piece.name, SavedTensor(shard_file.dtype_name(piece.tensor, piece.name), piece.layout.shape))
-    for number, group in enumerate(_group(pieces, max_file_bytes)):
+    for number, group in enumerate(_group(share.pieces, max_file_bytes)):
         _write_shard(growing, f"rank-{axis.index:05d}-{number:05d}.safetensors", group, part)
     if axis.index == 0:
-        _write_state(growing, STATE, dict(state), part)
-    _write_state(growing, local_name(axis.index), dict(local_state), part)
+        _write_state(growing, STATE, share.state, part)
+    _write_state(growing, local_name(axis.index), share.local_state, part)
     disk.write_file(growing / part_name(axis.index), part.to_json())
     disk.flush_directory(growing)
-    return _digests(state)
+    return _digests(share.state)
 
 
 def _require_fit(piece: Piece) -> None:

@@ -23,7 +23,7 @@ COMMANDS = {
     "anatomy": "show what of a model can be split over ranks, and what stays whole",
     "plan": "read a plan, list every conflict, predict its memory",
     "trace": "the pipeline of a run, from recorded times, beside the simulated one",
-    "checkpoint": "look into a checkpoint without loading it",
+    "checkpoint": "look into a checkpoint, export or rewrite it, without a run",
     "doctor": "what this machine has, what is missing, and what that costs",
 }
 

@@ -66,7 +66,7 @@ def train(recipe: Recipe, *, resume: bool = False) -> None:
     if world.rank == 0:  # the numbers of a step are the same on every rank
         events.open(job.folder.events, recipe.name, world.rank)
     events.emit("run", "resume" if begun else "start", step=step, recipe=recipe_table(recipe), plan=str(job.booster.plan), world=world.size)
-    with job.display:
+    with job.display, job.booster.saves_finished():
         for step, batch in count_steps(job.training, begun, recipe.steps.total):
             watched = step == min(begun + WATCHED_STEP, recipe.steps.total)
             traced = step == min(begun + WATCHED_STEP + 1, recipe.steps.total)
@@ -165,7 +165,8 @@ def traced_step(job: Job, batch: Any) -> Any:
 
 
 def watched_step(job: Job, batch: Any) -> Any:
-    """A step whose tensors are counted."""
+    """A step whose tensors are counted, so without the copy of a checkpoint beside it."""
+    job.booster.finish_saving()
     with TensorCount(ignored=job.token_rows) as count:
         result = job.booster.step(batch)
     job.measured = count.measured()
@@ -213,13 +214,16 @@ def evaluate(job: Job, step: int) -> Score:
 
 
 def save(job: Job, step: int) -> None:
-    """A checkpoint of the whole run; older ones go once it is complete."""
+    """A checkpoint of the whole run, written beside the next steps where memory has no budget; older ones go once it is complete."""
     series, steps = job.folder.checkpoints, job.recipe.steps
-    with job.meter.paused():
-        job.booster.save(series.path(step))
+
+    def completed() -> None:
         if job.booster.world.rank == 0:
             series.prune(step, keep_last=steps.keep_last, keep_every=steps.keep_every)
-    events.emit("run", "save", step=step, path=series.path(step))
+        events.emit("run", "save", step=step, path=series.path(step))
+
+    with job.meter.paused():
+        job.booster.save(series.path(step), wait=job.booster.plan.gemini, then=completed)
 
 
 def restore(job: Job) -> int:
@@ -237,6 +241,7 @@ def finish(job: Job, step: int) -> None:
     found = evaluate(job, step)
     save(job, step)
     job.booster.save_model(job.folder.model, format="huggingface")
+    job.booster.finish_saving()
     # A run that was complete when it was resumed has no step to measure.
     measured = asdict(job.measured) if job.measured else None
     memory = comm.gather_objects({"predicted": asdict(job.predicted), "measured": measured}, job.booster.mesh.world)
