@@ -148,7 +148,7 @@ def test_what_fills_up_parts_of_rows_is_not_counted(name, plan, world):
     assert {sum(chosen) for _, chosen, *_ in found[3]} == {choices}
 
 
-def biases_of_listed_experts():
+def loads_of_listed_experts(bias_rate):
     import sys
     from pathlib import Path
 
@@ -156,12 +156,34 @@ def biases_of_listed_experts():
     import user_mixture
 
     model, criterion, _ = user_mixture.build_scaling()
-    px.Booster("cp2", routing=px.Routing(bias_rate=0.1)).boost(model, None, criterion)
+    booster = px.Booster("cp2", routing=px.Routing(bias_rate=bias_rate))
+    booster.boost(model, torch.optim.SGD(model.parameters()), criterion)
+    booster.expert_loads()
 
 
-def test_biases_of_listed_experts_are_refused_where_rows_are_filled_up():
+@pytest.mark.parametrize("bias_rate", [0.0, 0.1])
+def test_loads_of_listed_experts_are_refused_where_rows_are_filled_up(bias_rate):
     with pytest.raises(RankError, match="cp2 fills rows up"):
-        run_ranks(biases_of_listed_experts, 2)
+        run_ranks(loads_of_listed_experts, 2, bias_rate)
+
+
+def test_a_capacity_drops_none_of_what_fills_rows_up():
+    *_, loads = run_ranks(planned_steps, 3, "tiny-mixtral", "cp3", {"capacity": 1e-6}, 11)[0]
+    for _, chosen, dropped, _ in loads:
+        assert 0.9 * sum(chosen) < dropped < sum(chosen)  # each expert takes one choice of a rank and pass
+
+
+def adapted(plan):
+    model, _ = start("tiny-mixtral")
+    experts = model.model.layers[1].mlp.experts
+    torch.nn.utils.parametrize.register_parametrization(experts, "gate_up_proj", torch.nn.Identity())
+    px.Booster(plan).boost(model)
+
+
+def test_weights_of_experts_that_an_adapter_computes_are_not_divided():
+    run_ranks(adapted, 1, "zero1")
+    with pytest.raises(RankError, match="an adapter computes them"):
+        run_ranks(adapted, 2, "ep2")
 
 
 def two_mixtures(plan, names):
@@ -247,12 +269,15 @@ def test_correction_biases_follow_the_loads_of_all_ranks(plan):
 
 
 def state_after_the_second_batch(plan, first):
-    """After the second of two batches; the first is left out, or its step is skipped, or taken."""
+    """After the second of two batches. The first is left out, thrown away, skipped, taken, or taken after its loads were read."""
     model, batches = start("tiny-deepseek-v3")
     booster = px.Booster(plan, routing=px.Routing(bias_rate=0.01))
-    model, _, _, loader, _ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), None, batches)
+    model, optimizer, _, loader, _ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), None, batches)
     for number, batch in enumerate(loader):
-        if number == 0 and first == "left out":
+        if number == 0 and first in ("left out", "thrown away", "read"):
+            if first != "left out":
+                booster.forward_backward(batch)
+                optimizer.zero_grad() if first == "thrown away" else (booster.expert_loads(), optimizer.step())
             continue
         spoiled = model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
         if number > 0 or first == "taken":
@@ -264,13 +289,14 @@ def state_after_the_second_batch(plan, first):
 
 
 def states_after_the_second_batch(plan):
-    return [state_after_the_second_batch(plan, first) for first in ("skipped", "left out", "taken")]
+    return [state_after_the_second_batch(plan, first) for first in ("skipped", "left out", "thrown away", "taken", "read")]
 
 
-def test_choices_of_a_skipped_step_move_no_bias():
-    skipped, left_out, taken = run_ranks(states_after_the_second_batch, 2, "ep2")[0]
+def test_choices_of_steps_that_are_not_taken_move_no_bias():
+    skipped, left_out, thrown_away, taken, read = run_ranks(states_after_the_second_batch, 2, "ep2")[0]
     biases = [name for name in skipped if "correction_bias" in name]
-    assert all(torch.equal(skipped[name], left_out[name]) for name in skipped)
+    for found, right in ((skipped, left_out), (thrown_away, left_out), (read, taken)):
+        assert all(torch.equal(found[name], right[name]) for name in found)
     assert not all(torch.equal(skipped[name], taken[name]) for name in biases)  # the first batch would have moved them otherwise
 
 

@@ -305,7 +305,10 @@ class Booster:
             yield
 
     def expert_loads(self, model: nn.Module | None = None) -> list[LayerLoad]:
-        """What the experts of each layer were chosen for in training since the last call, over all ranks. Collective."""
+        """What the experts of each layer were chosen for in training since the last call, over all ranks. Collective.
+
+        Raises: PlanError for experts in a list where the plan cuts sequences: what fills rows up cannot be told from their tokens.
+        """
         mixture = self._training(model).mixture
         return mixture.read() if mixture is not None else []
 

@@ -65,6 +65,7 @@ def place_experts(model: nn.Module, context: Context) -> nn.Module:
         device=launch.world().device,
         biases=correction_biases(layers) if routing.bias_rate else (),
         bias_rate=routing.bias_rate,
+        uncounted=_uncounted(layers, context),
     )
     return model
 
@@ -74,13 +75,21 @@ def _sequence_axis(context: Context) -> Axis | None:
     return context.mesh.axis("tp") if context.plan.sp else None
 
 
+def _uncounted(layers: list[ExpertLayer], context: Context) -> PlanError | None:
+    """Why the loads of these layers are not those of the batch's own tokens, if so."""
+    listed = next((layer for layer in layers if isinstance(layer.found, ExpertList)), None)
+    if context.plan.cp == 1 or listed is None:
+        return None
+    return PlanError(
+        f"cp{context.plan.cp} fills rows up, and the choices of {type(listed.block).__name__} do not tell which tokens do so",
+        allowed="loads, and bias_rate that follows them, for stacked experts of transformers where sequences are cut",
+        remedy="a plan without cp",
+    )
+
+
 def _refuse_mismatch(layers: list[ExpertLayer], context: Context) -> None:
-    if context.plan.cp > 1 and context.routing.bias_rate and any(isinstance(layer.found, ExpertList) for layer in layers):
-        raise PlanError(
-            f"cp{context.plan.cp} fills rows up, and the choices of {type(layers[0].block).__name__} do not tell which tokens do so",
-            allowed="bias_rate for stacked experts of transformers where sequences are cut",
-            remedy="Routing(sequence=0.001), or a plan without cp",
-        )
+    if context.routing.bias_rate and (uncounted := _uncounted(layers, context)) is not None:
+        raise uncounted
     if context.plan.sp and any(isinstance(layer.found, ExpertList) for layer in layers):
         raise PlanError(
             f"sp cuts the sequence, and {type(layers[0].block).__name__} calls experts that tp may have split on tokens of its own choice",

@@ -350,8 +350,6 @@ class Training:
         if not skipped:
             self._update(factor / divisor)
             self.num_steps += 1
-        elif self.mixture is not None:
-            self.mixture.after_skipped_step()
         if agreed.count:
             self.scale.update(finite=not skipped)
         self.skipped_total += skipped
@@ -379,6 +377,8 @@ class Training:
 
     def clear(self) -> None:
         """Forgets gradients, losses and counts since the last step."""
+        if self.mixture is not None and self.num_backwards:  # not for a forward that is still to be differentiated
+            self.mixture.end_step()
         self.engine.clear_gradients()
         self._forget()
 

@@ -48,6 +48,8 @@ def spread_experts(layers: Sequence[ExpertLayer], axes: ExpertAxes, placements: 
             raise PlanError(f"a capacity for {layer.name}, which calls its experts itself", allowed="stacked experts of transformers")
         elif axes.is_divided:
             _spread_list(layer.found, layer.load, homes, axes, placements, lending)
+        else:
+            layer.load.count_calls(layer.found.experts)
 
 
 def _homes(layer: ExpertLayer, size: int, routing: Routing) -> Homes:
@@ -67,6 +69,8 @@ def _spread_stacked(
         return
     # What follows the second product is applied to whole sums only.
     splits_width = axes.width is not None and not experts.module.has_post_expert_norm
+    if axes.is_divided:
+        _refuse_added_weights(experts)
     for parameter in experts.parameters() if axes.is_divided else ():
         placement = _placement(experts, parameter, homes, axes, splits_width)
         placements.declare(experts.module, parameter.name, placement)
@@ -75,6 +79,17 @@ def _spread_stacked(
     forward = StackedForward(homes, axes.hops, load, axes.width if splits_width else None, capacity)
     lending.forwards.append(forward)
     replace_forward(experts.module, forward)
+
+
+def _refuse_added_weights(experts: StackedExperts) -> None:
+    """Adapters add to stacked weights as a whole, of which a rank has a part: as parametrizations, or from a module around them."""
+    computed = [parameter.name for parameter in experts.parameters() if parameter.name not in experts.module._parameters]
+    if computed or experts.name.rpartition(".")[2] == "base_layer":
+        raise PlanError(
+            f"{', '.join(computed) or 'the weights'} of {experts.name}: an adapter computes them, and the plan divides them",
+            allowed="experts whose stacked weights are parameters, where ep or tp divides them",
+            remedy="adapters on other modules, or a plan without ep and tp, such as zero1",
+        )
 
 
 def _placement(experts: StackedExperts, parameter: StackedParameter, homes: Homes, axes: ExpertAxes, splits_width: bool) -> Placement:

@@ -26,7 +26,10 @@ class Capacity:
 
     @torch.no_grad()
     def drop(self, experts_TK: torch.Tensor, num_experts: int, load: Load) -> torch.Tensor:
-        """The choices with each that exceeds the bound turned into none (-1)."""
+        """The choices with each that exceeds the bound turned into none (-1). Tokens that fill rows up take no places."""
+        counted_T = load.share.counted(experts_TK)
+        if counted_T is not None:
+            experts_TK = experts_TK.masked_fill(~counted_T[:, None], -1)
         sorted_choices = sort_choices(experts_TK, num_experts)
         ends = sorted_choices.counts.cumsum(0)
         starts = torch.cat([ends - sorted_choices.counts, ends[-1:]])

@@ -66,7 +66,7 @@ class ExpertLayer:
 
 
 def find_layers(model: nn.Module, share: PassShare) -> list[ExpertLayer]:
-    """The layers of experts of a model, in order; each counts its load from now on, but for lists, which count where they are divided."""
+    """The layers of experts of a model, in order; each counts its load from now on, but for lists: `spread_experts` lets these count."""
     everything: list[StackedExperts | ExpertList] = [*stacked_experts(model), *expert_lists(model)]
     layers = [ExpertLayer(found, Load(found.name, found.num_experts, share)) for found in everything]
     for layer in layers:

@@ -1,20 +1,24 @@
 """The experts of a person's own block, whose forward calls them one by one: all calls of one forward become one exchange.
 
 The block's own forward runs twice, and is never looked into. In the first run each expert notes the tokens that it is called with.
-These go to the ranks that hold the experts, which compute, and send the results back. In the second run each expert answers with
-its result. The gradient is whole: tokens get theirs through the first run's graph, weights through the second's.
+These go to the ranks that hold the experts, which compute, and send the results back. In the second run, which draws the same random
+numbers, each expert answers with its result. The gradient is whole: tokens get theirs through the first run's graph, weights through
+the second's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
 from torch import nn
 
+from phalanx.cluster import device as devices
 from phalanx.cluster.mesh import Axis
+from phalanx.cluster.random import SameDraws
 from phalanx.errors import ConfigError, ShapeError
 from phalanx.parallel.expert.exchange import dispatch, rank_along
 from phalanx.parallel.expert.homes import Homes
@@ -39,11 +43,11 @@ class ListedForward:
         if tokens is None:
             raise ConfigError(f"{type(block).__name__} was called without a tensor", allowed="tokens as the first tensor")
         experts = getattr(block, self.attribute)
-        notes = Notes(type(block).__name__)
+        notes, draws = Notes(type(block).__name__), SameDraws(devices.get(tokens.device.type))
         with _undone(block, experts, tokens), self.load.share.repeating(), self._standing_in(block, experts, notes.take_note):
             self.own_forward(*arguments, **keywords)
         answers = self._answer(experts, notes, tokens)
-        with self._standing_in(block, experts, answers.next):
+        with draws.again(), self._standing_in(block, experts, answers.next):
             output = self.own_forward(*arguments, **keywords)
         answers.require_all_taken()
         return _anchored(output, answers.all_rows)
@@ -141,26 +145,60 @@ class Answers:
         )
 
 
+# What every module has, and a forward of a person's own does not touch.
+_COMMON = frozenset(vars(nn.Module()))
+
+
 @contextmanager
 def _undone(block: nn.Module, experts: nn.ModuleList, tokens: torch.Tensor) -> Iterator[None]:
-    """Runs a forward without a trace: random streams and buffers are afterwards as they were before.
+    """Runs a forward without a trace: what it notes in its modules, in buffers, lists, sums or whatever else, is afterwards as before.
 
     Raises: ConfigError for what cannot be undone.
     """
     held = {id(module) for module in experts.modules()}
     outside = [module for module in block.modules() if id(module) not in held]
-    buffers = [(module, name, value, value.clone()) for module in outside for name, value in module._buffers.items() if value is not None]
-    lengths = [(kept, len(kept)) for module in outside for kept in vars(module).values() if isinstance(kept, list)]
-    version = tokens._version
-    with torch.random.fork_rng([tokens.device] if tokens.is_cuda else []):
-        yield
-    for module, name, value, before in buffers:
-        with torch.no_grad():
-            module._buffers[name] = value.copy_(before)
-    for kept, length in lengths:
-        del kept[length:]
-    if tokens._version != version:
+    scopes = [(scope, _own(scope)) for module in outside for scope in (module._buffers, vars(module))]
+    contents = [_Content(value) for _, values in scopes for value in values.values() if isinstance(value, torch.Tensor | list | dict | set)]
+    version = _version(tokens)
+    yield
+    for scope, values in scopes:
+        for name in [name for name in _own(scope) if name not in values]:
+            del scope[name]
+        scope.update(values)
+    for content in contents:
+        content.put_back()
+    if _version(tokens) != version:
         raise ConfigError(f"{type(block).__name__} changes its input in place", allowed="a forward that leaves its input as it is")
+
+
+def _own(scope: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in scope.items() if name not in _COMMON}
+
+
+class _Content:
+    """What a tensor or a collection holds now. A tensor that nobody changes is left alone: a graph may need it as it is."""
+
+    def __init__(self, value: torch.Tensor | list | dict | set):
+        self.value = value
+        self.before: Any = value.detach().clone() if isinstance(value, torch.Tensor) else copy(value)
+        self.version = _version(value) if isinstance(value, torch.Tensor) else 0
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        value = self.value
+        if isinstance(value, torch.Tensor):
+            if torch.is_inference_mode_enabled() or _version(value) != self.version:
+                value.copy_(self.before)
+        elif isinstance(value, list):
+            value[:] = self.before
+        else:
+            value.clear()
+            value.update(self.before)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place, where that is counted."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _anchored(output: Any, rows: torch.Tensor) -> Any:

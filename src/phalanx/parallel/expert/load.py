@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
 
 from phalanx.parallel.expert.share import PassShare
 
@@ -52,6 +55,21 @@ class Load:
             )
         )
 
+    def count_calls(self, experts: nn.ModuleList) -> None:
+        """Counts the tokens that each expert of a list is called with in training from now on; of one at several places, at its first."""
+        for number, expert in enumerate(experts):
+            if expert not in [*experts][:number]:
+                expert.register_forward_pre_hook(partial(self._count_call, number), with_kwargs=True)
+
+    @torch._dynamo.disable
+    @torch.no_grad()
+    def _count_call(self, number: int, expert: nn.Module, arguments: Any, keywords: Any) -> None:
+        x = next((value for value in (*arguments, *keywords.values()) if isinstance(value, torch.Tensor)), None)
+        if x is not None and expert.training:
+            counts = torch.zeros(self.num_experts + 1, dtype=torch.float64, device=x.device)
+            counts[number] = math.prod(x.shape[:-1])
+            self._add(counts)
+
     @torch.no_grad()
     def count_dropped(self, number: torch.Tensor) -> None:
         self._add(torch.cat([number.new_zeros(self.num_experts).double(), number.double().reshape(1)]))
@@ -61,11 +79,8 @@ class Load:
             self.counts = counts if self.counts is None else self.counts + counts
 
     def so_far(self, device: torch.device) -> torch.Tensor:
-        """Choices of each expert since the last `clear`, with those dropped at the end. Shapes: [E + 1] float64."""
+        """Choices of each expert, with those dropped at the end. Shapes: [E + 1] float64."""
         return torch.zeros(self.num_experts + 1, dtype=torch.float64, device=device) if self.counts is None else self.counts
-
-    def clear(self) -> None:
-        self.counts = None
 
 
 def layer_load(name: str, counts: Sequence[float]) -> LayerLoad:
