@@ -85,7 +85,7 @@ def rows_asked(plan):
     return asked
 
 
-@pytest.mark.parametrize("plan", ["ep2", "ep2+recompute"])
+@pytest.mark.parametrize("plan", [pytest.param("ep2", marks=pytest.mark.slow), "ep2+recompute"])
 def test_a_block_that_draws_draws_the_same_again(plan):
     for asked in run_ranks(rows_asked, 2, plan):
         while asked:

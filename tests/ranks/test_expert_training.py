@@ -161,12 +161,13 @@ def loads_of_listed_experts(bias_rate):
     booster.expert_loads()
 
 
-@pytest.mark.parametrize("bias_rate", [0.0, 0.1])
+@pytest.mark.parametrize("bias_rate", [0.0, pytest.param(0.1, marks=pytest.mark.slow)])
 def test_loads_of_listed_experts_are_refused_where_rows_are_filled_up(bias_rate):
     with pytest.raises(RankError, match="cp2 fills rows up"):
         run_ranks(loads_of_listed_experts, 2, bias_rate)
 
 
+@pytest.mark.slow
 def test_a_capacity_drops_none_of_what_fills_rows_up():
     *_, loads = run_ranks(planned_steps, 3, "tiny-mixtral", "cp3", {"capacity": 1e-6}, 11)[0]
     for _, chosen, dropped, _ in loads:
