@@ -50,7 +50,12 @@ def narrowed(model: nn.Module, num_elements: int) -> tuple[nn.Module, int] | Non
             built = type(model)(small)
     except Exception:  # a config that contradicts itself when it is made narrower
         return None
-    return (built, factor) if [name for name, _ in built.named_modules()] == [name for name, _ in model.named_modules()] else None
+    return (built, factor) if _modules(built) == _modules(model) else None
+
+
+def _modules(model: nn.Module) -> list[tuple[str, type, bool]]:
+    """Names and classes, and which have a forward of their own: what a person has exchanged in a model, its config does not build."""
+    return [(name, type(module), "forward" in vars(module)) for name, module in model.named_modules()]
 
 
 def widened(group: Group, factor: int) -> Group:

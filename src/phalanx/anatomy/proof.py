@@ -46,7 +46,7 @@ class Whole:
         hooks += [
             model.get_submodule(home).register_forward_pre_hook(self._look_at(home), with_kwargs=True) for home in set(self.homes.values())
         ]
-        with _removing(hooks), torch.no_grad():
+        with removing(hooks), torch.no_grad():
             self.result = _tensors(specimen.run())
 
     def _see(self, name: str) -> Callable:
@@ -134,7 +134,7 @@ def _cut_to(whole: Whole, cut: list[Proved], parts: int, index: int) -> Iterator
     model = whole.specimen.model
     undo: list[Any] = []
     done: set[str] = set()
-    with _removing(undo):
+    with removing(undo):
         for item in cut:
             group = item.group
             low, high = group.allotted(parts, index)
@@ -180,7 +180,7 @@ class _Compared:
         expected = take(taken, -1, self.ranges)
         if x.shape != expected.shape:
             raise Different(f"the input of {self.name} has shape {tuple(x.shape)} and should have {tuple(expected.shape)}")
-        if not _are_close(x, expected):
+        if not are_close(x, expected):
             raise Different(f"the input of {self.name} has other numbers")
         return given.clone()
 
@@ -213,7 +213,7 @@ class _Parameter:
 
 
 @contextmanager
-def _removing(handles: list[Any]) -> Iterator[None]:
+def removing(handles: list[Any]) -> Iterator[None]:
     try:
         yield
     finally:
@@ -232,10 +232,10 @@ def _tensors(output: Any) -> list[torch.Tensor]:
 
 def _require_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     for one, other in zip(found, expected):
-        if one.shape == other.shape and not _are_close(one, other):
+        if one.shape == other.shape and not are_close(one, other):
             raise Different("what follows its rows has other numbers")
 
 
-def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+def are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
     largest = float(other.abs().max()) if other.numel() else 0.0
     return torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE * largest, equal_nan=True)

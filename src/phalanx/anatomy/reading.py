@@ -16,6 +16,7 @@ from phalanx.anatomy.groups import Group, find_groups
 from phalanx.anatomy.locality import Local
 from phalanx.anatomy.narrow import fits, narrowed, widened
 from phalanx.anatomy.proof import Proved, prove
+from phalanx.anatomy.sequence import sequence_fault
 from phalanx.anatomy.specimen import Specimen, Unrunnable, blocks_of, is_linear, make_specimen, num_copied, stacks_of
 from phalanx.anatomy.stacks import layer_stacks
 from phalanx.anatomy.tables import WHOLE
@@ -28,7 +29,8 @@ class Anatomy:
 
     `layers` are the blocks of its stacks; `seams` the groups that can be split, each with the changes that make its modules local;
     `vocabulary` the embeddings and heads with one row for each token; `whole` what stays whole, and why; `ties` names that share a
-    parameter or buffer; `mixing` modules outside of groups that see several tokens at once, and whose.
+    parameter or buffer; `mixing` modules outside of groups that see several tokens at once, and whose; `sequence` says what does not
+    compute a part of the sequence as it computes the whole. `draws` tells whether a forward in training draws at random.
     """
 
     layers: tuple[str, ...]
@@ -37,6 +39,8 @@ class Anatomy:
     whole: dict[str, str] = field(default_factory=dict)
     ties: tuple[tuple[str, ...], ...] = ()
     mixing: dict[str, str] = field(default_factory=dict)
+    sequence: str | None = None
+    draws: bool = True
 
     @property
     def num_layers(self) -> int:
@@ -98,13 +102,15 @@ def _read(model: nn.Module, specimen: Specimen, parts: int, overrule: dict[str, 
     patterns = {**WHOLE.get(type(model).__name__, {}), **overrule}
     told = {name: reason for name in flow.calls for pattern, reason in patterns.items() if re.fullmatch(pattern, name)}
     candidates = {name for name in flow.calls if name.startswith(inside)} - set(read_elsewhere) - set(told)
-    vocabulary = _vocabulary(specimen, flow, set(read_elsewhere) | set(told))
+    vocabulary = _vocabulary(specimen, flow, set(read_elsewhere) | set(told), parts)
     stacks = [name for name, _ in stacks_of(specimen.model)]
     found = find_groups(flow, candidates - set(vocabulary), stacks)
     seams = prove(specimen, found, parts)
     reasons = {**found.reasons, **read_elsewhere, **told}
     anatomy = _for_whole_model(model, specimen, seams, vocabulary, reasons)
     anatomy.mixing = _mixing(flow, anatomy, inside)
+    anatomy.sequence = sequence_fault(specimen, seams)
+    anatomy.draws = specimen.draws_in_training()
     return anatomy
 
 
@@ -120,8 +126,11 @@ def _mixing(flow: Dataflow, anatomy: Anatomy, inside: tuple[str, ...]) -> dict[s
     return found
 
 
-def _vocabulary(specimen: Specimen, flow: Dataflow, excluded: set[str]) -> tuple[str, ...]:
-    """The token embedding and the head, with all that share their weights; none where one of those is not called as a module."""
+def _vocabulary(specimen: Specimen, flow: Dataflow, excluded: set[str], parts: int) -> tuple[str, ...]:
+    """The token embedding and the head, with all that share their weights.
+
+    None where one of those is not called as a module, or a part would have no token.
+    """
     model = specimen.model
     embeddings = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
     tokens = _named(model, "get_input_embeddings")
@@ -136,7 +145,7 @@ def _vocabulary(specimen: Specimen, flow: Dataflow, excluded: set[str]) -> tuple
     members = {tokens} | ({head} if head else set()) | {name for name in heads if model.get_submodule(name).weight.shape[0] == size}
     weights = {id(model.get_submodule(name).weight) for name in members}
     members |= {name for name, module in model.named_modules(remove_duplicate=False) if id(getattr(module, "weight", None)) in weights}
-    sound = all(_is_sound(model.get_submodule(name)) for name in members) and not members & excluded
+    sound = size >= parts and all(_is_sound(model.get_submodule(name)) for name in members) and not members & excluded
     return tuple(sorted(members)) if sound else ()
 
 

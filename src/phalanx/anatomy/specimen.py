@@ -35,8 +35,20 @@ class Specimen:
     def run(self) -> Any:
         """One forward; what it draws at random is the same each time."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # and no device's: those are not put back
             return self.call(self.model)
+
+    def draws_in_training(self) -> bool:
+        """Whether a forward in training draws at random; True where it cannot be tried out. What it counts stays changed."""
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            before = torch.get_rng_state()
+            try:
+                self.call(self.model.train())
+            except Exception:  # a forward that wants more in training, as labels
+                return True
+            finally:
+                self.model.eval()
+            return not torch.equal(before, torch.get_rng_state())
 
 
 def make_specimen(model: nn.Module, call: Call | None) -> Specimen:

@@ -40,7 +40,7 @@ def split(model: nn.Module, context: Context) -> None:
             context.placements.declare(owner, name, placement)
 
     features = context.roles.copies
-    draws = SplitDraws(features.index, devices.get(launch.world().device.type)) if _draws_in_training(model) else None
+    draws = SplitDraws(features.index, devices.get(launch.world().device.type)) if anatomy.draws or _has_rates(model) else None
     context.draws = draws
     logits = _read_by_loss(SplitLogits(features), context)
     if context.plan.chunked_loss:
@@ -159,6 +159,12 @@ def _require_split(anatomy: Anatomy, model: nn.Module, context: Context) -> None
             allowed="sp where every attention is split by heads",
             remedy=f"tp{tp} without sp",
         )
+    if context.plan.sp and anatomy.sequence is not None:
+        raise PlanError(
+            f"sp cuts the sequence, and a trial with a part of it went wrong: {anatomy.sequence}",
+            allowed="blocks that treat each token by itself outside of attentions that are split by heads",
+            remedy=f"tp{tp} without sp",
+        )
 
 
 def _tell_what_stays_whole(model: nn.Module, anatomy: Anatomy, tp: int) -> None:
@@ -175,7 +181,7 @@ def _tell_what_stays_whole(model: nn.Module, anatomy: Anatomy, tp: int) -> None:
         )
 
 
-def _draws_in_training(model: nn.Module) -> bool:
+def _has_rates(model: nn.Module) -> bool:
     """Whether any rate of dropout is above 0, in a module or in a number that a module keeps."""
     rates = (value for module in model.modules() for name, value in vars(module).items() if "drop" in name and isinstance(value, float))
     return any(rates) or any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())

@@ -58,14 +58,15 @@ def gather_parts(x: torch.Tensor, axis: Axis, dim: int, sizes: list[int]) -> tor
         raise ShapeError(
             f"rank {axis.index} of axis {axis.name} has {lead.shape[0]} of dimension {dim}", allowed=f"{sizes[axis.index]} of {sizes}"
         )
+    shape = [*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]]
+    lead_stride = torch.empty((sum(sizes), *lead.shape[1:]), device="meta").movedim(0, dim).stride()
+    out = lead.new_empty_strided(shape, lead_stride)  # no view of another tensor, so that it may be changed in place
+    lead_out = out.movedim(dim, 0)
     if min(sizes) == longest:
-        out = lead.new_empty((axis.size * longest, *lead.shape[1:]))
-        collectives.all_gather(out, lead, axis)
-        return out.movedim(0, dim)
-    # Uneven parts travel exactly: everyone sends its part to all, so no padding is moved.
-    out = lead.new_empty((sum(sizes), *lead.shape[1:]))
-    collectives.all_to_all(out, lead.repeat(axis.size, *[1] * (lead.dim() - 1)), axis, sizes, [lead.shape[0]] * axis.size)
-    return out.movedim(0, dim)
+        collectives.all_gather(lead_out, lead, axis)
+    else:  # uneven parts travel exactly: everyone sends its part to all, so no padding is moved
+        collectives.all_to_all(lead_out, lead.repeat(axis.size, *[1] * (lead.dim() - 1)), axis, sizes, [lead.shape[0]] * axis.size)
+    return out
 
 
 def exchange_parts(x: torch.Tensor, axis: Axis, split_dim: int, concat_dim: int, split: list[int], concat: list[int]) -> torch.Tensor:

@@ -102,7 +102,7 @@ class _Chunked(torch.autograd.Function):
             rows = slice(start, start + size)
             part = None if grad_x is None else grad_x[rows]
             loss += _one_chunk(x_NK[rows], weight_VK, bias_V, labels_N[rows], counted_N[rows], across, part, grad_weight, grad_bias)
-        ctx.save_for_backward(grad_x, grad_weight, grad_bias)
+        ctx.save_for_backward(counted_N.any(), grad_x, grad_weight, grad_bias)
         ctx.dtype = weight_VK.dtype
         return loss
 
@@ -114,7 +114,9 @@ class _Chunked(torch.autograd.Function):
                 allowed="one differentiation",
                 remedy="a plan without chunked_loss",
             )
-        grad_x, grad_weight, grad_bias = (None if found is None else _scaled(found, grad, ctx.dtype) for found in ctx.saved_tensors)
+        counts, *formed = ctx.saved_tensors
+        grad = torch.where(counts, grad, 0)  # of a mean over no labels it is not a number, and what was formed is 0
+        grad_x, grad_weight, grad_bias = (None if found is None else _scaled(found, grad, ctx.dtype) for found in formed)
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
 

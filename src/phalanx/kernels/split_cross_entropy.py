@@ -18,11 +18,12 @@ Reduce = Callable[[torch.Tensor], object]
 class Across:
     """Replaces a tensor by its maximum, or by its sum, over all who have a part of the vocabulary.
 
-    `low` is the first token here; `widest` the most tokens that anyone has, 0 where one has all.
+    `low` is the first token here; `widest` the most tokens that anyone has, `size` all tokens: both 0 where one has all.
     """
 
     low: int = 0
     widest: int = 0
+    size: int = 0
     highest: Reduce = lambda tensor: None
     total: Reduce = lambda tensor: None
 
@@ -35,6 +36,7 @@ def split_cross_entropy(logits_NV: torch.Tensor, labels_N: torch.Tensor, across:
 
     Labels are tokens of the whole vocabulary.
     Cost: one maximum and two sums for each token. Grad: to the logits, without communication.
+    Raises: RuntimeError for other labels, as PyTorch's does (on a device when it is reached, without a host read).
     """
     return _SplitCrossEntropy.apply(logits_NV, labels_N, labels_N != ignore_index, across)
 
@@ -52,6 +54,7 @@ class Terms:
 
 def terms(scores_NV: torch.Tensor, labels_N: torch.Tensor, counted_N: torch.Tensor, across: Across) -> Terms:
     """The terms of scores in full precision, in whose memory the exponentials are."""
+    require_tokens(labels_N, counted_N, across.size or scores_NV.shape[-1])
     highest_N = scores_NV.amax(-1)
     across.highest(highest_N)
     is_here_N = counted_N & (labels_N >= across.low) & (labels_N < across.low + scores_NV.shape[-1])
@@ -70,6 +73,12 @@ def slope(found: Terms, scale_N: torch.Tensor, out_NV: torch.Tensor | None = Non
     scale_N1 = scale_N[:, None]
     grad_NV = torch.mul(found.weights_NV, scale_N1 / found.sum_N[:, None], out=out_NV)
     return grad_NV.scatter_add_(1, found.place_N[:, None], -scale_N1 * found.is_here_N[:, None])
+
+
+def require_tokens(tokens: torch.Tensor, counted: torch.Tensor | None, size: int) -> None:
+    """That all tokens, or those counted, are in a vocabulary of `size`: no part of it would miss one that is in none."""
+    is_known = (tokens >= 0) & (tokens < size)
+    torch._assert_async((is_known if counted is None else is_known | ~counted).all(), f"a token is not among the {size} of the vocabulary")
 
 
 def in_full_precision(logits: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ def split_model(model: nn.Module, anatomy: Anatomy, kind: Kind, size: int, index
         low, high = item.group.allotted(size, index)
         local += make_local(model, item.local, item.group, low, high)
         kind.linear(item, model)
+        model.get_submodule(item.group.rows[0]).register_forward_pre_hook(_is_called)
     for module in {id(module): module for name in anatomy.vocabulary for module in [model.get_submodule(name)]}.values():
         (kind.embedding if isinstance(module, nn.Embedding) else kind.head)(module)  # type: ignore[operator]
     taken = {id(module) for item in anatomy.seams for module in _modules(model, item.group)}
@@ -33,6 +34,10 @@ def split_model(model: nn.Module, anatomy: Anatomy, kind: Kind, size: int, index
                 kind.norm(module)
         kind.leave(stack, blocks)
     return local
+
+
+def _is_called(module: nn.Module, args: tuple) -> None:
+    """Without a hook inside, PyTorch's encoder layers pass by their modules in evaluation, and multiply with a part of the weights."""
 
 
 def _modules(model: nn.Module, group: Group) -> list[nn.Module]:

@@ -19,6 +19,7 @@ from phalanx.cluster import comm
 from phalanx.cluster.placement import Placement
 from phalanx.cluster.random import SplitDraws
 from phalanx.errors import PlanError, ShapeError
+from phalanx.kernels.split_cross_entropy import require_tokens
 from phalanx.layout import Layout, split_sizes
 from phalanx.parallel.tensor.entered import Entered, enter
 from phalanx.parallel.tensor.grid import Grid, Product, Ranges
@@ -151,12 +152,13 @@ class OnGrid:
     # -- vocabulary ----------------------------------------------------------------------------------------------------
 
     def embedding(self, module: nn.Embedding) -> None:
-        how = self.grid.across(module.weight.shape[1], module.weight.shape[0])
+        size = module.weight.shape[0]
+        how = self.grid.across(module.weight.shape[1], size)
         self.place(module, "weight", self.grid.weight_placement(how, module.weight.shape, transposed=False))
         low, high = how.own[0]
         padding = module.padding_idx
         module.padding_idx = padding - low if padding is not None and low <= padding < high else None  # type: ignore[assignment]
-        module.forward = TokenEmbedding(module, self.grid, low, high)  # type: ignore[method-assign]
+        module.forward = TokenEmbedding(module, self.grid, size, low, high)  # type: ignore[method-assign]
 
     def head(self, module: nn.Module) -> None:
         shape = module.weight.shape[::-1] if is_transposed(module) else module.weight.shape  # type: ignore[union-attr, index]
@@ -298,10 +300,11 @@ class TokenEmbedding:
     Cost: (n - 1)/n of the weight's part for the gather over rows, and of its gradient; twice the looked up activations for the sum.
     """
 
-    def __init__(self, module: nn.Embedding, grid: Grid, low: int, high: int):
-        self.module, self.grid, self.low, self.high = module, grid, low, high
+    def __init__(self, module: nn.Embedding, grid: Grid, size: int, low: int, high: int):
+        self.module, self.grid, self.size, self.low, self.high = module, grid, size, low, high
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        require_tokens(tokens, None, self.size)
         is_elsewhere = (tokens < self.low) | (tokens >= self.high)
         parameters, local = self.module._parameters, self.module.weight
         parameters["weight"] = stored(local, self.grid.rows, 0, self.grid.stored_sizes(self.high - self.low))  # type: ignore[assignment]

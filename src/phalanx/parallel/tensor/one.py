@@ -22,6 +22,7 @@ from phalanx.cluster.mesh import Axis, make_axis
 from phalanx.cluster.placement import Placement
 from phalanx.cluster.random import SplitDraws
 from phalanx.errors import PlanError
+from phalanx.kernels.split_cross_entropy import require_tokens
 from phalanx.layout import Layout, split_range
 from phalanx.parallel.tensor.entered import Entered, enter_whole, entered_as
 from phalanx.parallel.tensor.kind import Place
@@ -168,11 +169,12 @@ class OneDimensional:
     # -- vocabulary ----------------------------------------------------------------------------------------------------
 
     def embedding(self, module: nn.Embedding) -> None:
-        low, high = split_range(module.weight.shape[0], self.axis.size, self.axis.index)
+        size = module.weight.shape[0]
+        low, high = split_range(size, self.axis.size, self.axis.index)
         self.place(module, "weight", Placement(Layout.cut(module.weight.shape, 0, (low, high))))
         padding = module.padding_idx
         module.padding_idx = padding - low if padding is not None and low <= padding < high else None  # type: ignore[assignment]
-        module.forward = TokenEmbedding(module, self.axis, low, high)  # type: ignore[method-assign]
+        module.forward = TokenEmbedding(module, self.axis, size, low, high)  # type: ignore[method-assign]
 
     def head(self, module: nn.Module) -> None:
         size = module.weight.shape[1 if is_transposed(module) else 0]
@@ -296,10 +298,11 @@ class Row:
 class TokenEmbedding:
     """Looks up the tokens of this rank's part of the vocabulary, and sums over the ranks."""
 
-    def __init__(self, module: nn.Embedding, axis: Axis, low: int, high: int):
-        self.module, self.axis, self.low, self.high = module, axis, low, high
+    def __init__(self, module: nn.Embedding, axis: Axis, size: int, low: int, high: int):
+        self.module, self.axis, self.size, self.low, self.high = module, axis, size, low, high
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        require_tokens(tokens, None, self.size)
         is_elsewhere = (tokens < self.low) | (tokens >= self.high)
         found = type(self.module).forward(self.module, (tokens - self.low).masked_fill(is_elsewhere, 0))
         return comm.reduce_from(found.masked_fill(is_elsewhere[..., None], 0), self.axis)

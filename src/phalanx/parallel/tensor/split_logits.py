@@ -88,7 +88,11 @@ class SplitLogits:
         low, _ = split_range(size, self.axis.size, self.axis.index)
         widest = -(-size // self.axis.size)
         return Across(
-            low, widest, lambda tensor: comm.all_reduce(tensor, self.axis, op="max"), lambda tensor: comm.all_reduce(tensor, self.axis)
+            low,
+            widest,
+            size,
+            lambda tensor: comm.all_reduce(tensor, self.axis, op="max"),
+            lambda tensor: comm.all_reduce(tensor, self.axis),
         )
 
     def whole(self, stand_in: torch.Tensor, reader: str) -> torch.Tensor:
@@ -103,7 +107,7 @@ class SplitLogits:
             dim = _vocabulary_dim(stand_in)
             assert dim is not None
             sizes = split_sizes(stand_in.shape[dim], self.axis.size)
-            setattr(stand_in, _WHOLE, comm.gather_from(_behind(stand_in), self.axis, dim, sizes))
+            setattr(stand_in, _WHOLE, comm.gather_from(_behind(stand_in), self.axis, dim, sizes).contiguous())
         return getattr(stand_in, _WHOLE)
 
 
@@ -243,7 +247,10 @@ def _view(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     stand_in = args[0]
     dim, local = _vocabulary_dim(stand_in), _behind(stand_in)
     size = stand_in.shape[dim]  # type: ignore[index]
-    seen = function(*args, **kwargs)
+    try:
+        seen = function(*args, **kwargs)
+    except RuntimeError:  # the vocabulary cannot become a part of another dimension without a copy
+        return NotImplemented
     if not isinstance(seen, torch.Tensor) or seen.untyped_storage()._cdata != stand_in.untyped_storage()._cdata:
         return NotImplemented
     place = _strided_dim(seen, size)
@@ -254,6 +261,8 @@ def _view(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if math.prod(seen.shape[:place]) != math.prod(stand_in.shape[:dim]):
             return NotImplemented
         found = local.reshape(wanted)
+    elif function.__name__ == "narrow" and seen.shape == stand_in.shape:
+        found = local  # all there is, which may be more than is here
     else:
         found = function(local, *args[1:], **kwargs)
     if list(found.shape) != wanted:
@@ -270,7 +279,13 @@ def _copy(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     dim, losses = _vocabulary_dim(stand_in), getattr(stand_in, _LOSSES, None)
     # A loss of its own forms logits in the dtype of the weights and sums in full precision, whatever they are cast to.
     found = _behind(stand_in) if losses is not None else function(_behind(stand_in), *args[1:], **kwargs)
-    return _make(found, dim, stand_in.shape[dim], losses)  # type: ignore[arg-type, index]
+    if found is _behind(stand_in):
+        return stand_in  # what needs no copy is given out itself
+    made = _make(found, dim, stand_in.shape[dim], losses)  # type: ignore[arg-type, index]
+    if function.__name__ == "detach":
+        for each in (stand_in, made):
+            setattr(each, _IS_VIEWED, True)
+    return made
 
 
 def _stand_ins(value: Any) -> Iterator[torch.Tensor]:
