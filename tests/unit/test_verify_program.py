@@ -42,7 +42,12 @@ def alone():
     return Twice()
 
 number = 3
+
+def needy(size):
+    return Twice()
 """
+
+NO_CLASS = '{"model_type": "qwen2", "architectures": ["NoSuchModel"]}'
 
 
 @pytest.fixture
@@ -84,6 +89,10 @@ def test_a_directory_is_verified_by_its_config(tmp_path):
     program = find_source(str(tmp_path)).build()
     assert type(program.model).__name__ == "Qwen2ForSequenceClassification"
     assert program.batch(0)["labels"].shape == (8,)
+    for text, told in (("{}", "describes no model"), ("no json", "describes no model"), (NO_CLASS, "has no class NoSuchModel")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=told):
+            find_source(str(tmp_path)).build()
     (tmp_path / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         find_source(str(tmp_path)).build()
@@ -106,6 +115,8 @@ def test_functions_of_files(user_file):
         find_source(f"{user_file}:absent").build()
     with pytest.raises(ConfigError, match="no function 'number'"):
         find_source(f"{user_file}:number").build()
+    with pytest.raises(ConfigError, match="needs arguments for 'needy'"):
+        find_source(f"{user_file}:needy").build()
     with pytest.raises(ConfigError, match="there is no file"):
         find_source("absent.py:f").build()
 

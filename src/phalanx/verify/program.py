@@ -68,8 +68,9 @@ class FileFunction:
 
     def build(self) -> Program:
         function = getattr(load_file(Path(self.path)), self.function, None)
-        if not callable(function):
-            raise ConfigError(f"{self.path} has no function '{self.function}'", allowed="a function without required arguments")
+        if not callable(function) or not _takes_nothing(function):
+            found = "has no function" if not callable(function) else "needs arguments for"
+            raise ConfigError(f"{self.path} {found} '{self.function}'", allowed="a function without required arguments")
         return program_from(function(), self.name, self.rows)
 
 
@@ -91,6 +92,14 @@ class Functions:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"{self.name}() returned a {type(model).__name__}", allowed="a model, that is an nn.Module")
         return Program(model, self.criterion, _batches(self.batch_fn, self.rows))
+
+
+def _takes_nothing(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    return True
 
 
 def find_source(name: str, rows: int | None = None) -> Source:

@@ -140,7 +140,14 @@ def build_from_directory(path: Path) -> tuple[nn.Module, str]:
 
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} has no config.json", allowed="a directory as save_pretrained() writes it", remedy="tiny-llama")
-    return build_from_config(AutoConfig.from_pretrained(str(path)))
+    try:
+        config = AutoConfig.from_pretrained(str(path))
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"{path}/config.json describes no model: {reason.rstrip('.')}", allowed="a config.json as save_pretrained() writes it"
+        ) from error
+    return build_from_config(config)
 
 
 def build_from_config(config: Any) -> tuple[nn.Module, str]:
@@ -148,6 +155,8 @@ def build_from_config(config: Any) -> tuple[nn.Module, str]:
     import transformers
 
     class_name, kind = _class_and_kind(config)
+    if not hasattr(transformers, class_name):
+        raise ConfigError(f"transformers has no class {class_name}, which the config names", remedy="module.py:function that builds it")
     model = getattr(transformers, class_name)(config)
     randomize_vectors(model)
     return model, kind
