@@ -10,7 +10,7 @@ from patience import patience
 
 from phalanx.checkpoint import agree
 from phalanx.cluster import comm
-from phalanx.errors import CheckpointError, CommError
+from phalanx.errors import CheckpointError, CommError, ConfigError
 from phalanx.testing import run_ranks
 
 
@@ -127,6 +127,21 @@ def test_a_call_on_the_first_rank_alone_is_told_on_all_ranks(tmp_path, plan, cal
         assert f"{call} must be called on all ranks" in message
         assert "test_booster_saving_refusals.py" in message
         assert seconds < patience(10)
+
+
+def between_a_backward_and_its_step(folder):
+    """What saving tells while gradients wait for their step; after the step it works."""
+    booster, optimizer = program()
+    booster.forward_backward(local(batch()))
+    with pytest.raises(ConfigError) as caught:
+        booster.save(f"{folder}/run")
+    optimizer.step()
+    booster.save(f"{folder}/run")
+    return str(caught.value)
+
+
+def test_a_save_that_would_lose_gradients_is_refused(tmp_path):
+    assert all("between a backward and its step" in told for told in run_ranks(between_a_backward_and_its_step, 2, str(tmp_path)))
 
 
 def from_a_damaged_checkpoint(folder):

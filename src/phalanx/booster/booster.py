@@ -14,6 +14,7 @@ from torch import nn
 
 from phalanx.anatomy import execution_blocks
 from phalanx.booster import saving
+from phalanx.booster.model_calls import take_over_calls
 from phalanx.booster.objective import Objective
 from phalanx.booster.optimizer import BoostedOptimizer, BoostedScheduler
 from phalanx.booster.passes import PASSES, Context
@@ -102,10 +103,12 @@ class Booster:
     ) -> tuple[nn.Module, Any, Any, Any, Any]:
         """Returns model, optimizer, criterion, dataloader and lr_scheduler ready for the plan; None comes back as None.
 
-        Batches are global: the returned loader yields this data index's rows of what the given one yields.
+        Batches are global: the returned loader yields this data index's rows of what the given one yields. Gradients from before are
+        forgotten.
         """
-        if model in _BOOSTED:
-            raise ConfigError("this model was boosted already", allowed="each model once", remedy="what the first booster.boost returned")
+        if any(module in _BOOSTED for module in model.modules()):
+            which = "this model" if model in _BOOSTED else "a part of this model"
+            raise ConfigError(f"{which} was boosted already", allowed="each model once", remedy="what the first booster.boost returned")
         context = Context.of(self.plan, self.mesh, self.precision, self.streams, uses_own_loss=criterion is None, routing=self.routing)
         context.example, context.forward = first_batch(dataloader), self.forward
         is_cut = self.plan.acc * self.plan.num_micro * self.mesh.axis("dp", "cp").size * context.roles.rows.size > 1
@@ -148,8 +151,8 @@ class Booster:
             dataloader = boost_loader(dataloader, axis=self.mesh.axis("dp"), seed=self.seed, world=self.mesh.world)
             self.loaders.append(dataloader)
         self.trainings.append(training)
-        self._wrap_generate(training)
-        _BOOSTED.add(model)
+        self._take_over_calls(training)
+        _BOOSTED.update(module for module in model.modules() if module is model or module._parameters)
         return model, training.optimizer, criterion, dataloader, training.scheduler
 
     def launch(
@@ -211,18 +214,10 @@ class Booster:
             return LossScale.constant()
         return LossScale(value=options.pop("initial_scale", START_SCALE), **_scale_options(options))
 
-    def _wrap_generate(self, training: Training) -> None:
-        """Generation runs on whole parameters: ranks may then run different numbers of passes."""
-        generate, engine = getattr(training.model, "generate", None), training.engine
+    def _take_over_calls(self, training: Training) -> None:
+        engine = training.engine
         alone = engine.tiers is not None and engine.axes.shards.size == 1  # units come and go as the one rank asks for them
-        if generate is None or alone or not (engine.policy.parameter or self.plan.pp > 1 or self.plan.ep > 1):
-            return
-
-        def gathered_generate(*args: Any, **kwargs: Any) -> Any:
-            with training.gathered():
-                return generate(*args, **kwargs)
-
-        training.model.generate = gathered_generate  # type: ignore[assignment]
+        take_over_calls(training, gathers=not alone and (engine.policy.parameter or self.plan.pp > 1 or self.plan.ep > 1))
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -237,6 +232,7 @@ class Booster:
         training = self._training(model)
         before = training.loss_sum.clone(), training.count.clone()
         training.forward_backward(batch)
+        training.engine.seal_gradients()
         training.rhythm.visit("the loss of forward_backward")
         return training.total(torch.stack([training.loss_sum - before[0], training.count - before[1]]))
 
@@ -257,6 +253,7 @@ class Booster:
         weight = torch.as_tensor(1.0 if count is None else count, dtype=torch.float64, device=training.engine.device)
         wide = loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
         training.backward(torch.where(weight > 0, wide * weight.to(wide.dtype), torch.zeros_like(wide)), weight, training.synchronise)
+        training.engine.seal_gradients()
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:

@@ -43,7 +43,11 @@ class BoostedOptimizer(Optimizer):
         self._clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise ConfigError("a parameter group was added after boost", allowed="groups that exist before boost", remedy="an empty group")
+        raise ConfigError(
+            "a parameter group was added after boost",
+            allowed="groups that exist before boost; frozen parameters may be in them",
+            remedy="give the optimizer every parameter that is to learn at some time, and unfreeze it then",
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state, of this rank's shards."""

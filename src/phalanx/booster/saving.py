@@ -52,6 +52,7 @@ def save_run_beside(booster: Booster, path: Path, then: Callable[[], object]) ->
 def _share(booster: Booster) -> Share:
     """What this rank has of the run. Collective."""
     require_all_ranks(booster.mesh.world, "booster.save")
+    _require_between_steps(booster)
     pieces: list[Piece] = []
     step = max((training.num_steps + training.skipped_total for training in booster.trainings), default=0)
     state: dict[str, Any] = {"plan": str(booster.plan), "step": step, "models": []}
@@ -62,6 +63,17 @@ def _share(booster: Booster) -> Share:
         pieces += moment_pieces(training, prefix)
         state["models"].append(_training_state(training))
     return Share(pieces, state, {"streams": booster.streams.state_dict(), "torch": torch.get_rng_state()})
+
+
+def _require_between_steps(booster: Booster) -> None:
+    """Gradients are no part of a checkpoint, so those of a step that is not done yet would be lost without a word."""
+    mine = any(training.num_backwards for training in booster.trainings)
+    if any(comm.gather_objects(mine, booster.mesh.world)):
+        raise ConfigError(
+            "booster.save was called between a backward and its step, whose gradients a checkpoint does not hold",
+            allowed="booster.save after optimizer.step() or optimizer.zero_grad()",
+            remedy="optimizer.step() before booster.save(path)",
+        )
 
 
 def load_run(booster: Booster, path: Path) -> None:

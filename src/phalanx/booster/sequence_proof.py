@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch._guards import detect_fake_mode
 
+from phalanx.booster.model_calls import evaluating
 from phalanx.booster.sequences import Part, SplitSequences, row_length
 from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
@@ -46,7 +47,7 @@ def prove(sequences: SplitSequences, batch: Any, evaluate: Evaluate, world: Axis
     short = _short(batch, sequences.grid.size)
     model, sequences.position_sites = sequences.model, None
     styles = sorted(sequences.label_styles(), key=lambda style: style != sequences.label_style)
-    with torch.no_grad(), _evaluating(model), _opened(model):
+    with torch.no_grad(), evaluating(model), _opened(model):
         with _recorded(model) as whole:
             expected = torch.stack([value.double() for value in evaluate(sequences.whole(short))])
         problem = unequal = None
@@ -161,17 +162,6 @@ def _mapped(batch: Any, change: Callable[[str, Any], Any]) -> Any:
     if isinstance(batch, tuple | list):
         return type(batch)(change("labels" if 0 < number == len(batch) - 1 else "", value) for number, value in enumerate(batch))
     return change("", batch)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 @contextmanager

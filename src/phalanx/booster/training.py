@@ -13,6 +13,7 @@ from torch import nn
 from torch._guards import detect_fake_mode
 
 from phalanx.anatomy import takes_cache
+from phalanx.booster.model_calls import evaluating
 from phalanx.booster.objective import Objective
 from phalanx.booster.optimizer import BoostedOptimizer, BoostedScheduler, move_to_shards, step_scaled, use_fused_kernels
 from phalanx.booster.result import Result
@@ -89,7 +90,7 @@ class Training:
         self.scale_is_fitted = scale.growth == 1.0
         self.rhythm = Rhythm(world)
         self.names = _all_names(engine, world)
-        self._forget()
+        self.clear()
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Puts this rank's shards into the optimizer's groups.
@@ -270,12 +271,8 @@ class Training:
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Result:
         """The loss of a global batch without gradients, in evaluation mode."""
-        was_training = self.model.training
-        self.model.eval()
-        # A cache would hide the borders of documents from transformers.
-        plain = self.model.register_forward_pre_hook(_without_cache, with_kwargs=True) if takes_cache(self.model) else None
-        try:
-            totals = torch.zeros(2, dtype=torch.float64, device=self.engine.device)
+        totals = torch.zeros(2, dtype=torch.float64, device=self.engine.device)
+        with evaluating(self.model), _without_cache(self.model):
             if self.runner is not None:
                 micro_batches = self._micro_batches(batch, 1)
                 self._teach_sequences(self.runner, micro_batches)
@@ -285,10 +282,6 @@ class Training:
                     with self.share.weighing(weight), self._placed(rows) as part:
                         loss_sum, count = self.objective(self.model, part)
                     totals += torch.stack([loss_sum.double(), count]) * weight
-        finally:
-            self.model.train(was_training)
-            if plain is not None:
-                plain.remove()
         self.rhythm.visit("the loss of an evaluation")
         return self.total(totals)
 
@@ -389,8 +382,17 @@ class Training:
         return {name: gradient.detach().clone() / divisor for name, gradient in self.engine.full_gradients()}
 
 
-def _without_cache(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return args, {"use_cache": False, **kwargs}
+@contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """While inside the model keeps no cache of keys and values: it would hide the borders of documents from `transformers`."""
+    if not takes_cache(model):
+        yield
+        return
+    handle = model.register_forward_pre_hook(lambda module, args, kwargs: (args, {"use_cache": False, **kwargs}), with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _all_names(engine: StateEngine, world: Axis) -> list[str]:

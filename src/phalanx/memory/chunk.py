@@ -52,6 +52,7 @@ class Slot:
     version: int | None = None  # the parameter's count of changes in place, as of the last update
     used: bool = False  # a gradient arrived since the last optimizer step
     written: bool = False  # the chunk's gradient buffer holds a value for it
+    seal: tuple[torch.Tensor, int] | None = None  # its `.grad` and the count of changes of that, while a person's code runs
 
     def __post_init__(self) -> None:
         self.dtype, self.identity = self.parameter.dtype, id(self.parameter)
@@ -387,6 +388,30 @@ class Chunk:
         for slot in self.slots:
             slot.written = True
 
+    def seal_gradients(self) -> None:
+        """Before a person's code runs: lets every `.grad` show NaN where the gradient lies elsewhere, and notes how the others look.
+
+        What clips or reads `.grad` by hand would otherwise find nothing, and do nothing.
+        """
+        for slot in self.slots:
+            if not slot.used and not self.is_natural:
+                continue
+            if not self.is_natural:
+                slot.parameter.grad = torch.full((), math.nan, dtype=self.dtypes.compute, device=self.device).expand(slot.shape)
+            gradient = slot.parameter.grad
+            slot.seal = None if gradient is None else (gradient, gradient._version)
+
+    def break_seal(self) -> None:
+        """Raises: ConfigError for a gradient that was changed since `seal_gradients`, in place or for another."""
+        for slot in self.slots:
+            before, slot.seal = slot.seal, None
+            if before is None:
+                continue
+            if slot.parameter.grad is not before[0] or before[0]._version != before[1]:
+                raise changed_gradient(slot.name)
+            if not self.is_natural:
+                slot.parameter.grad = None
+
     def expose_gradients(self) -> None:
         """Sets `.grad` of what the optimizer holds, for the parameters that got a gradient on any rank."""
         for slot in self.shards:
@@ -412,12 +437,21 @@ class Chunk:
         """Forgets every gradient; buffers that the policy keeps are kept."""
         for slot in self.slots:
             slot.used = slot.written = False
-            slot.parameter.grad = None
+            slot.parameter.grad = slot.seal = None
             if slot.shard is not None:
                 slot.shard.grad = None
         self.reduced, self.is_reduced = None, False
         if self.policy.gradient:
             self.gradient = None
+
+
+def changed_gradient(name: str) -> ConfigError:
+    """The refusal of a gradient that did not come from a backward."""
+    return ConfigError(
+        f"the gradient of '{name}' was changed by hand after its backward, and is neither normalised nor summed over ranks yet",
+        allowed="Booster(clip_norm=...), and booster.gradients() for a look",
+        remedy="Booster(plan, clip_norm=1.0) in place of torch.nn.utils.clip_grad_norm_",
+    )
 
 
 def as_real(flat: torch.Tensor) -> torch.Tensor:

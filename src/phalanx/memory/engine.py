@@ -82,6 +82,7 @@ class StateEngine:
             self.stream.release_all()
             self.reducer.on_complete = self.stream.chunk_complete
         model.register_load_state_dict_pre_hook(self._refuse_lost_load)
+        self.is_sealed = False
         self.refuse_state_dict = model.register_state_dict_pre_hook(self._refuse_sharded_state_dict)
 
     # -- construction --------------------------------------------------------------------------------------------------
@@ -139,6 +140,7 @@ class StateEngine:
         """
         self._require_own_memory()
         self._require_let_go()
+        self._break_seal()
         self.reducer.begin(synchronise, keeps_all=keeps_all, within=within)
         stream = self.stream if reads else None
         if stream is not None:
@@ -177,6 +179,7 @@ class StateEngine:
 
         Cost: 2(r-1)/r of a shard's gradient bytes over r replicas, once per step.
         """
+        self._break_seal()
         self.reducer.finish()
         for chunk in self.chunks:
             if chunk.is_natural:
@@ -249,7 +252,20 @@ class StateEngine:
             if gather is not None:
                 gather.wait()
 
+    def seal_gradients(self) -> None:
+        """Between a backward and the step a person's code runs: what it does to a `.grad` is found."""
+        self.is_sealed = True
+        for chunk in self.chunks:
+            chunk.seal_gradients()
+
+    def _break_seal(self) -> None:
+        for chunk in self.chunks if self.is_sealed else ():
+            chunk.break_seal()
+        self.is_sealed = False
+
     def clear_gradients(self) -> None:
+        self.is_sealed = False
+        self.reducer.forget()
         for chunk in self.chunks:
             chunk.clear_gradients()
 

@@ -232,6 +232,9 @@ class FsdpEngine:
     def look_again(self) -> None:
         """After a loss that was not a number: PyTorch refuses by itself whatever reads a parameter while it is sharded."""
 
+    def seal_gradients(self) -> None:
+        """A person's code may see PyTorch's own gradients."""
+
     def clear_gradients(self) -> None:
         for _, slot in self.slots:
             slot.used, self.sharded[slot.name].grad = False, None

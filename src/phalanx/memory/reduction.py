@@ -139,6 +139,11 @@ class GradientReducer:
             self.early.remove(entry)
             entry[0].finish_reduce(entry[1])
 
+    def forget(self) -> None:
+        """Waits for sums that were begun between backwards, whose gradients nobody wants any more."""
+        while self.early:
+            self.early.pop()[1].wait()
+
     def finish(self) -> None:
         """Before the optimizer: reduces whatever passes without synchronisation left local."""
         self._land_early()
