@@ -90,7 +90,8 @@ class Training:
         self.scale_is_fitted = scale.growth == 1.0
         self.rhythm = Rhythm(world)
         self.names = _all_names(engine, world)
-        self.clear()
+        self.engine.clear_gradients()
+        self._forget()
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Puts this rank's shards into the optimizer's groups.
