@@ -12,6 +12,7 @@ from torch import nn
 
 from phalanx.anatomy import is_batch_dependent, layer_stacks, replace_causal_loss, takes_cache
 from phalanx.booster import tensor_parallel
+from phalanx.booster.gradient_hooks import refuse_gradient_hooks
 from phalanx.booster.mixtures import place_experts, sum_balance_losses
 from phalanx.booster.roles import AxisRoles
 from phalanx.booster.stages import Stages, recompute_by_stage
@@ -183,6 +184,7 @@ def cut_into_stages(model: nn.Module, context: Context) -> nn.Module:
 
 PASSES: tuple[Callable[[nn.Module, Context], nn.Module], ...] = (
     refuse_batch_dependence,
+    refuse_gradient_hooks,
     split_tensors,
     plug_loss,
     sum_balance_losses,
