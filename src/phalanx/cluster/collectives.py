@@ -416,9 +416,18 @@ def _ends_within(work: Any, slice_: timedelta, operation: str, axis: Axis, last:
         work.wait(slice_)
         return True
     except RuntimeError as error:
-        if failure.noticed() is not None or work.is_completed() or last:
+        if failure.noticed() is not None or last:
             _raise_broken(error, operation, axis)
-        return False
+        return work.is_completed() and _ended_well(work, operation, axis)
+
+
+def _ended_well(work: Any, operation: str, axis: Axis) -> bool:
+    """Work that ended as its slice ran out may have succeeded: waiting again tells. Raises: CommError where it broke."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        _raise_broken(error, operation, axis)
+    return True
 
 
 def _raise_broken(error: BaseException | None, operation: str, axis: Axis) -> NoReturn:
