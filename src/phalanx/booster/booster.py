@@ -83,6 +83,9 @@ class Booster:
             raise ConfigError(f"clip_norm is {self.clip_norm}", allowed="a number above 0, or None", remedy="clip_norm=1.0")
         self.world = launch.launch()
         plan.require(None, self.world.size)
+        for name, given in (("stage_sizes", stage_sizes), ("layer_costs", layer_costs)):
+            if given is not None and plan.pp == 1:
+                raise ConfigError(f"{name} with {plan}, which has no stages", allowed="a plan with pp", remedy=f"pp2, or leave {name} out")
         self.mesh = Mesh(*plan.axes(self.world.size))
         self.device = device.get(self.world.device.type)
         self.precision = Precision.of(plan.precision)
@@ -242,6 +245,12 @@ class Booster:
         With `count` it is a mean over that many items; without, every call on every rank weighs the same.
         """
         training = self._training_of(optimizer)
+        if training.runner is not None:
+            raise ConfigError(
+                "a loss of a hand-written forward, where the plan cuts the model into stages",
+                allowed="booster.step, booster.forward_backward and booster.evaluate, which run the stages",
+                remedy="booster.forward_backward(batch)",
+            )
         if training.sequences is not None:
             raise ConfigError(
                 "a hand-written forward does not see that the plan cuts sequences",
@@ -266,7 +275,8 @@ class Booster:
     def traced_step(self, batch: Any, model: nn.Module | None = None) -> tuple[Result, dict[str, Any] | None]:
         """A `step` and the times of every part of its pipeline passes, as plain values for an event; None without a pipeline. Collective.
 
-        On an accelerator the step waits after every part.
+        Of several pipelines side by side every rank gets the times of the first, so that all may cut by them. On an accelerator the step
+        waits after every part.
         """
         training = self._training(model)
         if training.runner is None:
@@ -278,7 +288,8 @@ class Booster:
         finally:
             runner.spans = None
         own = spans[-len(runner.table.computations(runner.rank)) :]  # of the last accumulation pass
-        return result, to_record(runner.table, [*itertools.chain(*comm.gather_objects(own, runner.axis))], runner.cut)
+        first = own if runner.axis.ranks[0] == 0 else []
+        return result, to_record(runner.table, [*itertools.chain(*comm.gather_objects(first, self.mesh.world))], runner.cut)
 
     def evaluate(self, batch: Any, model: nn.Module | None = None) -> Result:
         """Loss and count of a global batch, without gradients, in evaluation mode."""

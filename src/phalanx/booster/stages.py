@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from phalanx.anatomy import Unrunnable, guess_call, layer_stacks
+from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis, Mesh, make_axis
 from phalanx.cluster.placement import Placements
 from phalanx.cluster.random import SplitDraws
@@ -52,6 +54,7 @@ class Stages:
         self.axis = mesh.axis("pp")
         self.blocks = tuple(layer_stacks(model))
         self.table, self.cut = table_and_cut(model, self.blocks, plan, run, sizes, costs)
+        _require_one_cut(model, self.table, self.cut, mesh.world)
         self.stage_of = dict(stages_by_registration(model, self.cut))
         self.mine = [self.table.stage(self.axis.index, chunk) for chunk in range(self.table.num_chunks)]
         self.current = self.mine[0]
@@ -176,6 +179,20 @@ def table_and_cut(
     # Gradients that stay whole are reduced once per step in any case; those of zero2 and zero3 else in every backward.
     table = add_state(table, gathers=plan.pp_keep and plan.zero == 3, reduces=plan.pp_keep or plan.zero < 2)
     return table, Cut.balanced(blocks, places, costs, table.num_stages, sizes)
+
+
+def _require_one_cut(model: nn.Module, table: Table, cut: Cut, world: Axis) -> None:
+    """Raises: PlanError where ranks cut or order the work in different ways, as by times that each has measured for itself."""
+    readers = [sorted(cut.stages_of(parameter)) for parameter in model.parameters()]
+    everyone = comm.gather_objects((cut.sizes, zlib.crc32(repr((table.rows, readers)).encode())), world)
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            raise PlanError(
+                f"rank 0 has stages of {everyone[0][0]} layers, rank {rank} of {other[0]}"
+                + (" in another order or with other parameters" if other[0] == everyone[0][0] else ""),
+                allowed="the same model, stage_sizes and layer_costs on every rank",
+                remedy="the layer_costs of one rank for all",
+            )
 
 
 def recompute_by_stage(plan: Plan, table: Table, cut: Cut) -> None:

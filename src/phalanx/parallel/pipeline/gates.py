@@ -148,7 +148,7 @@ class Gates:
         """Whether an argument depends on what the stages so far hold, and so must be handed on."""
         chosen = self.visit.chosen  # type: ignore[union-attr]
         if chosen is not None:
-            return place in chosen
+            return place in chosen or tensor.requires_grad  # a forward that took another way than the one that was followed
         return tensor.requires_grad or (self.taint is not None and self.taint.has(tensor))
 
     def _look_for_poison(self, index: int, args: tuple, kwargs: dict[str, Any]) -> None:

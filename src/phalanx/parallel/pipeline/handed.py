@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -134,8 +134,29 @@ def with_tensors(output: Any, make: Callable[[tuple[int, ...], torch.dtype], tor
     return tree_map(lambda leaf: make(leaf.shape, leaf.dtype) if isinstance(leaf, Absent) else leaf, output)
 
 
-def signature(batch: Any) -> tuple:
-    """What the shapes in a forward depend on: the shapes and dtypes of all tensors of a batch."""
-    leaves, structure = tree_flatten(batch)
-    shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)[:80] for leaf in leaves)
-    return (str(structure), *shapes)
+def signature(batch: Any) -> Hashable:
+    """What the shapes in a forward depend on: the shapes and dtypes of all tensors of a batch, and its plain values."""
+    return _outline(batch, _by_value)
+
+
+def arrangement(batch: Any) -> Hashable:
+    """Which tensors and switches a batch has, whatever their shapes: what the way through a forward depends on."""
+    return _outline(batch, lambda leaf: leaf if isinstance(leaf, bool | None) else type(leaf).__name__)
+
+
+def _outline(value: Any, of_leaf: Callable[[Any], Hashable]) -> Hashable:
+    """The structure of a batch with its leaves as `of_leaf` says; equal on all ranks that have equal rows."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {part.name: getattr(value, part.name) for part in fields(value)}
+    if isinstance(value, Mapping):
+        return tuple((str(key), _outline(item, of_leaf)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(_outline(item, of_leaf) for item in value)
+    return of_leaf(value)
+
+
+def _by_value(leaf: Any) -> Hashable:
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return tuple(leaf.shape), str(leaf.dtype)
+    # Other objects may show where they lie in memory, and there ranks differ.
+    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf).__name__

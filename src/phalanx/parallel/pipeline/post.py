@@ -66,6 +66,12 @@ class Announcements:
             outbox.send(action, data, axis, peer)
         elif known.entries != header.entries:
             shapes = [[tuple(entry.shape) for entry in one.entries] for one in (known, header)]
+            if shapes[0] == shapes[1]:
+                raise PlanError(
+                    "a stage hands on tensors of which others have a gradient than before, as where parameters were frozen or unfrozen",
+                    allowed="parameters of which the same learn in all steps of a pipeline",
+                    remedy="requires_grad before booster.boost",
+                )
             raise PlanError(
                 f"a stage hands on tensors of shapes {shapes[1]}, and for inputs of the same shapes it handed on {shapes[0]} before",
                 allowed="hidden states whose shapes follow from those of the batch",

@@ -18,7 +18,7 @@ from phalanx.parallel.pipeline.buffers import BufferWatch
 from phalanx.parallel.pipeline.cut import Cut
 from phalanx.parallel.pipeline.gates import Gates, Handover, Visit
 from phalanx.parallel.pipeline.halves import Halves
-from phalanx.parallel.pipeline.handed import Entry, Handed, signature
+from phalanx.parallel.pipeline.handed import Entry, Handed, arrangement, signature
 from phalanx.parallel.pipeline.messages import add_messages, arrivals
 from phalanx.parallel.pipeline.post import Announcements, Inbox, Key, Outbox
 from phalanx.parallel.pipeline.simulate import Span
@@ -32,14 +32,15 @@ CHANNELS = tuple(f"{kind} {way}" for kind in ("activations", "gradients") for wa
 
 @dataclass
 class MicroBatch:
-    """Some rows, the weight of their loss (0 for rows that only keep a rank in step), and what the shapes follow from."""
+    """Some rows, the weight of their loss (0 for rows that only keep a rank in step), and what shapes and the forward's way follow from."""
 
     rows: Any
     weight: float = 1.0
     signature: Hashable = field(init=False)
+    arrangement: Hashable = field(init=False)
 
     def __post_init__(self) -> None:
-        self.signature = signature(self.rows)
+        self.signature, self.arrangement = signature(self.rows), arrangement(self.rows)
 
 
 @dataclass
@@ -195,7 +196,7 @@ class Runner:
     def _forward(self, stage: int, key: Key) -> None:
         micro, received = self.micro_batches[key[0]], self._received(stage, key)
         self._begin()
-        mode = (stage, self.model.training, torch.is_grad_enabled())
+        mode = (stage, self.model.training, torch.is_grad_enabled(), micro.arrangement)
         visit = Visit(stage, *self.cut.range(stage), received, self.chosen.get(mode))
         place = self.hooks.placed(micro.rows)
         result = self._visit(visit, micro, place)
@@ -206,6 +207,8 @@ class Runner:
         flight = self.flights[key] = Flight(received, place)
         if not isinstance(result, Handed):
             self._end_forward(flight, visit, result[0] * micro.weight, result[1] * micro.weight)
+            if not torch.is_grad_enabled():
+                del self.flights[key]
             return
         flight.handed = result
         flight.roots = [get_gradient_edge(tensor) for tensor in result.learning]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from phalanx.parallel.pipeline.balance import LayerCosts
 from phalanx.parallel.pipeline.cut import Cut
 from phalanx.parallel.pipeline.simulate import Costs, Span, Timeline, peaks, simulate
 from phalanx.parallel.pipeline.table import COMPUTE, Action, Kind, Table
+
+ALLOWED_COSTS = "what booster.traced_step returns, the folder of a run that has it, or LayerCosts"
 
 
 def timeline_of(table: Table, spans: Iterable[Span]) -> Timeline:
@@ -88,7 +90,12 @@ def layer_costs_of(source: LayerCosts | Mapping[str, Any] | str | Path) -> Layer
     """
     if isinstance(source, LayerCosts):
         return source
+    if not isinstance(source, Mapping | str | Path):
+        raise ConfigError(f"layer_costs of type {type(source).__name__}", allowed=ALLOWED_COSTS, remedy="what booster.traced_step returned")
     record = source if isinstance(source, Mapping) else record_of(Path(source))
     if "layer_costs" not in record:
-        raise ConfigError("a record without the times of layers", allowed="what booster.traced_step returns", remedy="trace a step again")
-    return LayerCosts(**{name: tuple(value) if isinstance(value, list) else value for name, value in record["layer_costs"].items()})
+        raise ConfigError("a record without the times of layers", allowed=ALLOWED_COSTS, remedy="trace a step again")
+    columns = {name: tuple(value) if isinstance(value, list) else value for name, value in record["layer_costs"].items()}
+    if unlike := {part.name for part in fields(LayerCosts)} ^ set(columns):
+        raise ConfigError(f"a record with or without {', '.join(sorted(unlike))}", allowed=ALLOWED_COSTS, remedy="trace a step again")
+    return LayerCosts(**columns)
