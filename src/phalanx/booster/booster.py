@@ -109,9 +109,7 @@ class Booster:
         Batches are global: the returned loader yields this data index's rows of what the given one yields. Gradients from before are
         forgotten.
         """
-        if any(module in _BOOSTED for module in model.modules()):
-            which = "this model" if model in _BOOSTED else "a part of this model"
-            raise ConfigError(f"{which} was boosted already", allowed="each model once", remedy="what the first booster.boost returned")
+        _refuse_boosted(model)
         context = Context.of(self.plan, self.mesh, self.precision, self.streams, uses_own_loss=criterion is None, routing=self.routing)
         context.example, context.forward = first_batch(dataloader), self.forward
         is_cut = self.plan.acc * self.plan.num_micro * self.mesh.axis("dp", "cp").size * context.roles.rows.size > 1
@@ -408,6 +406,12 @@ class Booster:
             if training.optimizer is not None and optimizer in (training.optimizer, training.optimizer.inner):
                 return training
         raise ConfigError("this optimizer was not boosted by this booster", remedy="the optimizer that booster.boost returned")
+
+
+def _refuse_boosted(model: nn.Module) -> None:
+    if any(module in _BOOSTED for module in model.modules()):
+        which = "this model" if model in _BOOSTED else "a part of this model"
+        raise ConfigError(f"{which} was boosted already", allowed="each model once", remedy="what the first booster.boost returned")
 
 
 def _plan_and_plugin(plan: Any, plugin: Any) -> tuple[Plan, Any]:
