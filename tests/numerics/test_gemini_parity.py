@@ -217,9 +217,9 @@ def test_an_optimizer_with_a_count_of_its_own_steps_is_refused():
         px.Booster({"gemini": ROOMY}).boost(model, Counting(model.parameters(), lr=0.1))
 
 
-def test_what_has_not_landed_with_tiers_is_refused():
+def test_what_cannot_be_foreseen_is_refused_beside_tiers():
     from phalanx.plan import Plan
 
-    for other in ("pp2", "cp2", "ep2"):
-        with pytest.raises(PlanError, match=f"gemini with {other} has not landed"):
+    for other, why in (("pp2", "what a stage is handed"), ("ep2", "how many tokens come to the experts")):
+        with pytest.raises(PlanError, match=f"gemini with {other}: {why}"):
             Plan.parse(f"gemini+{other}").require(None, 4)

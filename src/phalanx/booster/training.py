@@ -27,6 +27,7 @@ from phalanx.data import num_rows, spare_row, take_rows
 from phalanx.errors import ConfigError, ShapeError
 from phalanx.layout import Range, split_range
 from phalanx.memory import StateEngine
+from phalanx.memory.record import Pass, require_data
 from phalanx.memory.reduction import backward_outside
 from phalanx.optim.elementwise import refuse_closure, require_elementwise, require_separable
 from phalanx.optim.norm import clip_factor, local_power, norm_from_power
@@ -179,6 +180,8 @@ class Training:
             self.rhythm.visit("a backward")
         if not self.scale_is_fitted:
             self._fit_scale(count)
+        if self.engine.tiers is not None:
+            require_data(loss_sum)
         self.share.slope = self.share.weight * self.scale.value
         with self.engine.backward(synchronise), self.share.repeating():
             (loss_sum * self.scale.value).backward() if self.scale.value != 1.0 else loss_sum.backward()
@@ -214,12 +217,21 @@ class Training:
         return start + first, start + last
 
     def plan_moves(self, batch: Any) -> None:
-        """Plans the moves of a step with this batch, where the state lives in tiers; nothing is run.
+        """Plans the moves of a step with this batch, where the state lives in tiers; no step is run.
 
         Raises: CapacityError where the device's budget is too small for it, with the smallest that would do.
         """
-        if self.engine.tiers is not None:
-            self.engine.prepare(self._largest_pass(batch), self.num_passes, lambda rows: self.objective(self.model, rows)[0])
+        if self.engine.tiers is None:
+            return
+        rows = self._largest_pass(batch)
+        self._prove_sequences(rows)
+        self.engine.prepare(Pass(rows, lambda rows: self.objective(self.model, rows)[0], self._uncounted), self.num_passes)
+
+    @contextmanager
+    def _uncounted(self, rows: Any) -> Iterator[Any]:
+        """What of these rows is this rank's; nothing that is noted inside counts."""
+        with self.share.weighing(0.0), self._placed(rows) as part:
+            yield part
 
     def _largest_pass(self, batch: Any) -> Any:
         total = self.num_rows(batch)
@@ -249,10 +261,14 @@ class Training:
         if self.sequences is None:
             yield to_device(rows, self.engine.device)
             return
-        if not self.sequences.is_proven(rows):
-            prove(self.sequences, rows, lambda batch: self.objective.without_proof(self.model, batch), self.world)
+        self._prove_sequences(rows)
         with self.sequences.running(rows) as part:
             yield part
+
+    def _prove_sequences(self, rows: Any) -> None:
+        """Where sequences are cut, tries out whether they may be. Collective."""
+        if self.sequences is not None and not self.sequences.is_proven(rows):
+            prove(self.sequences, rows, lambda batch: self.objective.without_proof(self.model, batch), self.world)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

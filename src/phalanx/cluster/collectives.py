@@ -1,6 +1,7 @@
 """Collectives on plain tensors over an axis of the mesh: in place or into given outputs, at once or in the background.
 
-Every function is counted in the ledger and returns a Pending. On an axis of one rank it copies locally.
+Every function is counted in the ledger and returns a Pending. On an axis of one rank it copies locally. Tensors without data are
+not sent, and counted only where all ranks are imagined too (PyTorch's fake process group): a rank may try a pass out by itself.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensor
 
 from phalanx.cluster import deadlock, debug, failure, launch
 from phalanx.cluster.ledger import ledger, ring_all_reduce_bytes, tree_broadcast_bytes
@@ -78,6 +80,8 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, op: str = "sum", wait: bool = T
     """
     if axis.size == 1:
         return _nothing("all_reduce", axis, tensor)
+    if _is_tried_out(tensor, axis):
+        return Pending("all_reduce", axis)
     flat = _flat(tensor, "all_reduce")
     if flat.dtype is torch.bool and op in ("max", "min"):
         flat = flat.view(torch.uint8)
@@ -104,6 +108,8 @@ def reduce_scatter(out: torch.Tensor, full: torch.Tensor, axis: Axis, wait: bool
     if axis.size == 1:
         out.view(-1).copy_(full.reshape(-1))
         return _nothing("reduce_scatter", axis, full)
+    if _is_tried_out(full, axis):
+        return Pending("reduce_scatter", axis)
     flat_out, flat = _flat(out, "reduce_scatter"), _flat(full, "reduce_scatter")
     _expect_parts("reduce_scatter", "full", flat, flat_out, axis)
     _begin("reduce_scatter", axis, full, detail=str(out.dtype))
@@ -130,6 +136,8 @@ def all_gather(out: torch.Tensor, shard: torch.Tensor, axis: Axis, wait: bool = 
         if out.data_ptr() != shard.data_ptr() or out.is_meta:
             out.view(-1).copy_(shard.reshape(-1))
         return _nothing("all_gather", axis, shard)
+    if _is_tried_out(shard, axis):
+        return Pending("all_gather", axis)
     flat_out, flat = _as_bytes(_flat(out, "all_gather")), _as_bytes(_flat(shard, "all_gather"))
     if out.dtype != shard.dtype:
         raise ShapeError(f"all_gather of {shard.dtype} into {out.dtype}", allowed="equal dtypes")
@@ -162,6 +170,8 @@ def all_to_all(
     if axis.size == 1:
         out.view(-1).copy_(inp.reshape(-1))
         return _nothing("all_to_all", axis, inp)
+    if _is_tried_out(inp, axis):
+        return Pending("all_to_all", axis)
     out_counts, in_counts = _split_counts(out, out_splits, axis), _split_counts(inp, in_splits, axis)
     _begin("all_to_all", axis, inp, splits=(out_counts, in_counts))
     foreign = sum(in_counts) - in_counts[axis.index]
@@ -184,6 +194,8 @@ def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0, wait: bool = Tr
     """
     if axis.size == 1:
         return _nothing("broadcast", axis, tensor)
+    if _is_tried_out(tensor, axis):
+        return Pending("broadcast", axis)
     flat = _as_bytes(_flat(tensor, "broadcast"))
     _begin("broadcast", axis, tensor, detail=f"source {source}")
     ledger.count("broadcast", axis.name, _nbytes(flat), tree_broadcast_bytes(_nbytes(flat), axis.size, axis.index, source))
@@ -196,6 +208,8 @@ def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0, wait: bool = Tr
 
 def send(tensor: torch.Tensor, axis: Axis, peer: int, wait: bool = True) -> Pending:
     """Sends to the rank at index `peer` of the axis; messages between two ranks arrive in the order they were sent."""
+    if _is_tried_out(tensor, axis):
+        return Pending("send", axis)
     flat = _as_bytes(_flat(tensor, "send"))
     _begin("send", axis, tensor, peer=peer)
     ledger.count("send", axis.name, _nbytes(flat), _nbytes(flat))
@@ -207,6 +221,8 @@ def send(tensor: torch.Tensor, axis: Axis, peer: int, wait: bool = True) -> Pend
 
 def recv(tensor: torch.Tensor, axis: Axis, peer: int, wait: bool = True) -> Pending:
     """Receives into `tensor` from the rank at index `peer` of the axis."""
+    if _is_tried_out(tensor, axis):
+        return Pending("recv", axis)
     flat = _as_bytes(_flat(tensor, "recv"))
     _begin("recv", axis, tensor, peer=peer)
     ledger.count("recv", axis.name, 0, 0)
@@ -353,6 +369,11 @@ def _rounds(axis: Axis, outgoing: Callable[[int], torch.Tensor], incoming: Calla
         in_splits[target], out_splits[origin] = leaving.numel(), arriving.numel()
         works.append(group_of(axis).alltoall_base(arriving, leaving, out_splits, in_splits))
     return works
+
+
+def _is_tried_out(tensor: torch.Tensor, axis: Axis) -> bool:
+    """Whether this rank alone tries out, without data, what it will do with the others of the axis."""
+    return isinstance(tensor, FakeTensor) and axis.backend != "fake"
 
 
 def _begin(operation: str, axis: Axis, tensor: torch.Tensor | None = None, **details: Any) -> None:

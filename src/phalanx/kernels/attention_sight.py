@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch._guards import detect_fake_mode
 
 Range = tuple[int, int]
 
@@ -57,6 +58,11 @@ class Tokens:
     @property
     def length(self) -> int:
         return sum(stop - start for start, stop in self.ranges)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether `reach` can be read; in a run without data it has no numbers."""
+        return self.reach is not None and detect_fake_mode(self.reach) is None
 
     def places(self, device: torch.device) -> torch.Tensor:
         parts = [torch.arange(start, stop, device=device) for start, stop in self.ranges]
@@ -153,8 +159,9 @@ def _of_range(sight: Sight, queries: Tokens, keys: Tokens, part: slice, places: 
 
 def _documents(tokens: Tokens) -> list[Range]:
     """The places of the documents that a single row's tokens belong to; none where they are not known, or too short to go one by one."""
-    if tokens.documents is None or tokens.reach is None:
+    if tokens.documents is None or not tokens.is_limited:
         return []
+    assert tokens.reach is not None
     reach = torch.cat([tokens.reach[start:stop] for start, stop in tokens.ranges])
     begins = torch.ones(len(reach), dtype=torch.bool)
     begins[1:] = reach[1:, 0] != reach[:-1, 0]
@@ -204,7 +211,8 @@ def _reach(sight: Sight, queries: Tokens, low: int, high: int) -> Range:
     """The places that queries at the places low to high may see."""
     first = 0 if sight.before is None else low - sight.before
     last = 2**62 if sight.after is None else high + sight.after
-    if queries.reach is not None:
+    if queries.is_limited:
+        assert queries.reach is not None
         first = max(first, int(queries.reach[low:high, 0].min()))
         last = min(last, int(queries.reach[low:high, 1].max()))
     return first, last

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +24,7 @@ from phalanx.memory.gemini import Gemini
 from phalanx.memory.partition import Unit, by_kind, find_units, order_of_completion
 from phalanx.memory.parts import Parts
 from phalanx.memory.policy import ZERO, Policy
+from phalanx.memory.record import Pass
 from phalanx.memory.reduction import IN_FLIGHT, GradientReducer, sparse_gradient
 from phalanx.memory.stream import ParameterStream
 from phalanx.memory.tiered import TieredChunk
@@ -236,10 +236,10 @@ class StateEngine:
         step()
         self.publish()
 
-    def prepare(self, rows: Any, passes: int, loss_of: Callable[[Any], torch.Tensor]) -> None:
-        """Before the passes of a step, of which `rows` are the largest: plans its moves, where the state lives in tiers."""
+    def prepare(self, largest: Pass, passes: int) -> None:
+        """Before the passes of a step: plans its moves, where the state lives in tiers."""
         if self.tiers is not None and self.stream is not None:
-            self.tiers.prepare(self.model, self.units, self.stream, rows, passes, loss_of, self.axes.shards)
+            self.tiers.prepare(self.model, self.units, self.stream, largest, passes, self.axes.shards, self.world)
 
     def begin_pass(self, number: int) -> None:
         if self.tiers is not None:

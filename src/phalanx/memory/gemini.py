@@ -20,13 +20,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
+from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
-from phalanx.errors import CapacityError
 from phalanx.log import get_logger
 from phalanx.memory.arena import Arena, Budget
 from phalanx.memory.partition import Unit
-from phalanx.memory.placing import DEVICE, DISK, HOST, Home, MemoryPlan, place_below, plan_step
-from phalanx.memory.record import GATHER, RELEASE, DryRun, Event, Record, agreed_orders
+from phalanx.memory.placing import DEVICE, DISK, HOST, Home, MemoryPlan, Need, Sizes, need_of, place_below, plan_step
+from phalanx.memory.record import GATHER, RELEASE, DryRun, Event, Pass, Record, agreed_orders, reads_numbers
 from phalanx.memory.stream import ParameterStream
 from phalanx.memory.tier import Copy, Disk, Host, Place, Tier
 from phalanx.memory.tiered import TieredChunk
@@ -91,47 +91,57 @@ class Gemini:
     # -- planning ------------------------------------------------------------------------------------------------------
 
     def prepare(
-        self, model: nn.Module, units: Sequence[Unit], stream: ParameterStream, rows: Any, passes: int, loss_of: Callable, axis: Axis
+        self, model: nn.Module, units: Sequence[Unit], stream: ParameterStream, largest: Pass, passes: int, shards: Axis, world: Axis
     ) -> None:
         """Before the passes of a step: makes the plan for the largest of them, unless a plan for one as large is there.
 
-        Raises: CapacityError where no order of moves keeps within the device's budget.
+        Collective over `shards` and `world` the first time.
+        Raises: CapacityError where no order of moves keeps within the device's budget, the first time on every rank.
         """
-        shapes = (passes, tuple(chunk.learns for chunk in self.chunks), _shapes(rows))
+        shapes = (passes, tuple(chunk.learns for chunk in self.chunks), _shapes(largest.rows))
         if self.is_unplannable or any(_covers(known, shapes) for known in self.planned_for):
             return
-        in_flight = 1 if axis.size > 1 else 0
+        in_flight = 1 if shards.size > 1 else 0
         with stream.aside():
-            record = self._record(DryRun(model, units, self.chunks, self.arena.device, in_flight), loss_of, rows)
+            record = self._record(DryRun(model, units, self.chunks, self.arena.device, in_flight), largest)
+        record = record and _joined(record, self.plan, passes)
         if not self.planned_for:
-            orders = agreed_orders(record, axis)
+            orders = agreed_orders(record, shards)
             if orders is not None:
                 forward, backward, read_outside = orders
                 stream.follow(forward, backward, [self.chunks[number] for number in read_outside])
+        need = self._need(record, passes)
+        if not self.planned_for:  # all ranks have the same budget: they go on together, or none does
+            need = max(comm.gather_objects(need, world))
+            need.require(self.sizes.device, self.sizes.placement)
         self.planned_for.append(shapes)
         self.is_unplannable = record is None
         if record is not None:
-            self._carry_out(self._plan_for(_joined(record, self.plan, passes), passes))
+            self._carry_out(self._plan_for(record, passes, need))
 
-    def _record(self, run: DryRun, loss_of: Callable, rows: Any) -> Record | None:
+    def _record(self, run: DryRun, largest: Pass) -> Record | None:
         try:
-            return run.record(loss_of, rows)
-        except CapacityError:
-            raise
-        except Exception as error:  # a forward that reads numbers cannot run without them
-            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            return run.record(largest)
+        except RuntimeError as error:
+            if not reads_numbers(error):
+                raise
             get_logger().warning(
-                f"the order of a pass cannot be found without running it ({why}): chunks come on demand, and the device's budget "
+                f"the order of a pass cannot be found without running it ({error}): chunks come on demand, and the device's budget "
                 "does not count activations"
             )
             return None
 
-    def _plan_for(self, record: Record, passes: int, durations: Sequence[float] | None = None) -> MemoryPlan:
-        found = [chunk.sizes() for chunk in self.chunks]
-        below = [self.came_from.get(chunk.number, chunk.home) for chunk in self.chunks]
+    def _need(self, record: Record | None, passes: int) -> Need:
+        return need_of(*self._below(), record, passes, self.sizes.placement) if record is not None else Need()
+
+    def _below(self) -> tuple[list[Sizes], list[Home]]:
+        """The sizes of all chunks, and where their parts live as long as none is on the device for good."""
+        return [chunk.sizes() for chunk in self.chunks], [self.came_from.get(chunk.number, chunk.home) for chunk in self.chunks]
+
+    def _plan_for(self, record: Record, passes: int, need: Need, durations: Sequence[float] | None = None) -> MemoryPlan:
         options = {"passes": passes, "placement": self.sizes.placement, "durations": durations, "bytes_per_s": self.sizes.bytes_per_s}
         options["may_lag"] = self.host.is_asynchronous or self.disk is not None
-        return plan_step(found, below, record, self.sizes.device, **options)  # type: ignore[arg-type]
+        return plan_step(*self._below(), record, self.sizes.device, need=need, **options)  # type: ignore[arg-type]
 
     def _carry_out(self, plan: MemoryPlan) -> None:
         self.plan = plan
@@ -276,7 +286,7 @@ class Gemini:
             return
         durations, self.clock.is_done = self.clock.durations(), True
         if DISK in {home.parameter for home in self.plan.homes} or self.sizes.bytes_per_s:
-            self.plan = self._plan_for(self.plan.record, self.plan.passes, durations)
+            self.plan = self._plan_for(self.plan.record, self.plan.passes, Need(self.plan.smallest), durations)
 
     def restore(self) -> None:
         """After masters and moments were changed from outside."""

@@ -255,6 +255,30 @@ class _Timeline:
                 last[event.chunk] = at
 
 
+@dataclass(frozen=True, order=True)
+class Need:
+    """The least device budget under which a step runs, and how much of it is for what is not the chunks'. Units: bytes."""
+
+    smallest: int = 0
+    others: int = 0
+
+    def require(self, device: int, placement: str) -> None:
+        """Raises: CapacityError where the budget is too small, with the smallest that would do."""
+        if self.smallest > device:
+            raise CapacityError(
+                f"a step needs {self.smallest} bytes on the device, up to {self.others} of them for activations and temporaries; "
+                f"the budget is {device}",
+                allowed=f"a device budget of {self.smallest} bytes or more" + (', or placement "auto"' if placement == DEVICE else ""),
+                remedy=f"device = {self.smallest}, recompute, or smaller passes (acc)",
+            )
+
+
+def need_of(sizes: Sequence[Sizes], homes: Sequence[Home], record: Record, passes: int, placement: str) -> Need:
+    """What a step needs of the device on this rank, with all chunks below it but where `placement` says otherwise."""
+    homes = [ON_DEVICE for _ in sizes] if placement == DEVICE else homes
+    return Need(max(_Timeline(sizes, homes, record, passes).needed), max(record.others, default=0))
+
+
 def plan_step(
     sizes: Sequence[Sizes],
     homes: Sequence[Home],
@@ -266,20 +290,18 @@ def plan_step(
     durations: Sequence[float] | None = None,
     bytes_per_s: Mapping[str, float] | None = None,
     may_lag: bool = False,
+    need: Need | None = None,
 ) -> MemoryPlan:
     """The plan of a step under a device budget: which chunks move to the device for good, what stays between uses, what is fetched when.
 
     `may_lag`: links work beside the device, so that gradients leave while the backward goes on, if there is room for that.
+    `need`: that of the rank that needs most, where others plan beside this one.
     Raises: CapacityError where the budget is too small, with the smallest that would do.
     """
     links = BYTES_PER_S | dict(bytes_per_s or {})
-    needed = _Timeline(sizes, homes, record, passes).needed
-    smallest = max(needed)
-    if placement == DEVICE:
-        homes = [ON_DEVICE for _ in sizes]
-        smallest = max(_Timeline(sizes, homes, record, passes).needed)
-    if smallest > device:
-        raise _too_small(smallest, device, placement, record)
+    need = need or need_of(sizes, homes, record, passes, placement)
+    need.require(device, placement)
+    homes = [ON_DEVICE for _ in sizes] if placement == DEVICE else homes
     lags = may_lag and max(_Timeline(sizes, homes, record, passes, lags=True).needed) <= device
     best, best_seconds = None, float("inf")
     for raised in _promotions(sizes, homes, record, passes, device, placement, lags):
@@ -292,16 +314,7 @@ def plan_step(
     assert best is not None
     timeline, kept, moved = best
     starts, stall = _fetches(timeline, kept, device, passes, durations, links)
-    return MemoryPlan(tuple(timeline.homes), kept, starts, smallest, moved, stall, lags, record, passes)
-
-
-def _too_small(smallest: int, device: int, placement: str, record: Record) -> CapacityError:
-    others = max(record.others, default=0)
-    return CapacityError(
-        f"a step needs {smallest} bytes on the device, up to {others} of them for activations and temporaries; the budget is {device}",
-        allowed=f"a device budget of {smallest} bytes or more" + (', or placement "auto"' if placement == DEVICE else ""),
-        remedy=f"device = {smallest}, recompute, or smaller passes (acc)",
-    )
+    return MemoryPlan(tuple(timeline.homes), kept, starts, need.smallest, moved, stall, lags, record, passes)
 
 
 def _promotions(

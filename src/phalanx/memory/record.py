@@ -9,18 +9,20 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
+from torch._guards import detect_fake_mode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 from phalanx.cluster import comm
 from phalanx.cluster.mesh import Axis
+from phalanx.errors import ConfigError
 from phalanx.memory.chunk import Chunk, Slot
 from phalanx.memory.partition import Unit, order_of_completion
 from phalanx.memory.reduction import GradientReducer
@@ -51,6 +53,15 @@ class Record:
     events: tuple[Event, ...]
     others: tuple[int, ...]
     orders: Orders = ((), (), ())
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass that may be run without data: its rows, its loss of what `placed` makes of them, inside of which the backward runs too."""
+
+    rows: Any
+    loss_of: Callable[[Any], torch.Tensor]
+    placed: Callable[[Any], AbstractContextManager[Any]] = nullcontext
 
 
 class OtherBytes(TorchDispatchMode):
@@ -93,6 +104,20 @@ class OtherBytes(TorchDispatchMode):
         """The peak since the last call."""
         peak, self.peak = self.peak, self.current
         return peak
+
+
+class NeedsNumbers(RuntimeError):
+    """An operation of a pass cannot run without data: it reads values, its result's shape follows from them, or nobody described it."""
+
+
+class WithoutData(OtherBytes):
+    """The same for operations on tensors without data, of which some cannot run."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_dispatch__(function, types, args, kwargs)
+        except RuntimeError as error:
+            raise NeedsNumbers(f"{function}: {(str(error).splitlines() or [''])[0]}") from error
 
 
 class Recorder:
@@ -179,7 +204,7 @@ class DryRun:
             with self.mode:
                 value = torch.empty(slot.shape, dtype=slot.parameter.dtype, device=device)
                 self.fakes[id(slot)] = nn.Parameter(value, requires_grad=slot.parameter.requires_grad)
-        self.meter = OtherBytes(list(self.fakes.values()))
+        self.meter = WithoutData(list(self.fakes.values()))
         self.recorder = Recorder(self.meter)
         self.shadows = [ShadowChunk(chunk, number, self.recorder, self._slots(chunk)) for number, chunk in enumerate(chunks)]
         shadow_of = {id(chunk): shadow for chunk, shadow in zip(chunks, self.shadows, strict=True)}
@@ -192,7 +217,7 @@ class DryRun:
     def _slots(self, chunk: Chunk) -> list[Any]:
         return [_Shadow(slot.name, self.fakes[id(slot)], slot.can_learn, slot.is_occasional) for slot in chunk.slots]
 
-    def record(self, loss_of: Callable[[Any], torch.Tensor], batch: Any) -> Record:
+    def record(self, found: Pass) -> Record:
         """Runs the pass twice, since the first teaches the order that the second follows, and returns the second's record."""
         rng = torch.get_rng_state()
         stream: ParameterStream | None = None
@@ -201,19 +226,19 @@ class DryRun:
                 stream = ParameterStream(self.model, self.units, Axis("alone", (0,), 0), name="dry run")
                 reducer = GradientReducer(order_of_completion(self.units), in_flight=self.in_flight)
                 reducer.on_complete = stream.chunk_complete  # type: ignore[assignment]
-                fake_batch = tree_map(self._fake, batch)
+                rows = tree_map(self._fake, found.rows)
                 fake_buffers = [self.mode.from_tensor(buffer) for buffer in self.model.buffers()]
-                self.meter.ignore([*fake_buffers, *(leaf for leaf in tree_iter(fake_batch) if isinstance(leaf, torch.Tensor))])
+                self.meter.ignore([*fake_buffers, *(leaf for leaf in tree_iter(rows) if isinstance(leaf, torch.Tensor))])
                 with self.mode, self.meter:
                     for _ in range(2):
                         self.recorder.restart()
-                        self._pass(loss_of, fake_batch, stream, reducer)
+                        self._run(replace(found, rows=rows), stream, reducer)
                 stream.remove()
         finally:
             torch.set_rng_state(rng)
             if stream is not None:
                 stream.remove()
-        beside = sum(leaf.nbytes for leaf in tree_iter(batch) if isinstance(leaf, torch.Tensor))
+        beside = sum(leaf.nbytes for leaf in tree_iter(found.rows) if isinstance(leaf, torch.Tensor))
         beside += sum(buffer.nbytes for buffer in self.model.buffers()) + SCALAR_BYTES
         others = tuple(peak + beside for peak in [*self.recorder.others, self.meter.restart()])
         read_outside = tuple(shadow.number for shadow in stream.pinned)  # type: ignore[attr-defined]
@@ -222,14 +247,15 @@ class DryRun:
     def _fake(self, leaf: Any) -> Any:
         return self.mode.from_tensor(leaf.to(self.device)) if isinstance(leaf, torch.Tensor) else leaf
 
-    def _pass(self, loss_of: Callable[[Any], torch.Tensor], batch: Any, stream: ParameterStream, reducer: GradientReducer) -> None:
-        with stream.watched():
-            loss = loss_of(batch)
-        reducer.begin(True)
-        stream.begin_backward()
-        loss.backward()
-        stream.end_backward()
-        reducer.end()
+    def _run(self, found: Pass, stream: ParameterStream, reducer: GradientReducer) -> None:
+        with found.placed(found.rows) as rows:
+            with stream.watched():
+                loss = found.loss_of(rows)
+            reducer.begin(True)
+            stream.begin_backward()
+            loss.backward()
+            stream.end_backward()
+            reducer.end()
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
@@ -248,6 +274,21 @@ class DryRun:
                 module._parameters.update(parameters)
                 module._buffers.clear()
                 module._buffers.update(buffers)
+
+
+def reads_numbers(error: RuntimeError) -> bool:
+    """Whether a pass failed because it needs the numbers that a dry run does not have."""
+    return isinstance(error, NeedsNumbers) or ".numpy() is not supported for tensor subclasses" in str(error)
+
+
+def require_data(loss: torch.Tensor) -> None:
+    """Raises: ConfigError for a loss without data in a run with data: somebody kept what a dry run had computed."""
+    if isinstance(loss, FakeTensor) and detect_fake_mode() is None:
+        raise ConfigError(
+            "the loss was computed from a tensor without data, which the model has kept from the run that found the order of a step",
+            allowed="caches in attributes of the model's modules",
+            remedy="zero3 in place of gemini",
+        )
 
 
 def agreed_orders(record: Record | None, axis: Axis) -> Orders | None:

@@ -10,6 +10,7 @@ import mmap
 import os
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -52,7 +53,7 @@ class Place:
         return self.bytes[: self.num_bytes // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
-class Tier:
+class Tier(ABC):
     """Room for bytes below the device.
 
     `read_bytes` and `written_bytes` count what went up to the device and down from it. A link with a stated `bytes_per_s` is no
@@ -67,8 +68,9 @@ class Tier:
         self.read_bytes = self.written_bytes = 0
         self._workers: dict[str, ThreadPoolExecutor] = {}  # one for each way
 
+    @abstractmethod
     def room(self, num_bytes: int) -> Place:
-        raise NotImplementedError
+        """Takes room from the budget."""
 
     def read(self, place: Place, start: int, out: torch.Tensor) -> Copy:
         """Copies bytes from `start` of a place into a flat tensor of the device."""
@@ -89,11 +91,11 @@ class Tier:
         """Counts bytes that came down as something else computed with them, such as a sum."""
         self.written_bytes += num_bytes
 
-    def _read(self, place: Place, start: int, out: torch.Tensor) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _read(self, place: Place, start: int, out: torch.Tensor) -> None: ...
 
-    def _write(self, place: Place, start: int, source: torch.Tensor) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _write(self, place: Place, start: int, source: torch.Tensor) -> None: ...
 
     def _start(self, way: str, num_bytes: int, copy: Callable[[], Any]) -> Copy:
         if not self.is_asynchronous:

@@ -47,6 +47,12 @@ INSTEAD = {
     "fp8": "bf16",
 }
 
+# Beside which the order of a step, or what it holds, is not known before it runs.
+WITHOUT_TIERS = {
+    "pp": "what a stage is handed shows only as the stages before it run",
+    "ep": "how many tokens come to the experts of a rank shows only as they are routed",
+}
+
 
 def not_landed(plan: PlanFields) -> Iterator[PlanError]:
     """Yields one error for each term of the plan whose strategy is still missing."""
@@ -54,6 +60,10 @@ def not_landed(plan: PlanFields) -> Iterator[PlanError]:
         if strategy not in LANDED:
             remedy = INSTEAD.get(strategy.split(":")[0], f"leave {term} out")
             yield PlanError(f"{term} has not landed", remedy=remedy)
-    for name in ("tp", "pp", "cp", "ep") if plan.gemini else ():
+    for name, why in WITHOUT_TIERS.items() if plan.gemini else ():
         if (size := getattr(plan, name)) > 1:
-            yield PlanError(f"gemini with {name}{size} has not landed", allowed="gemini over data ranks", remedy=f"zero3+{name}{size}")
+            yield PlanError(
+                f"gemini with {name}{size}: {why}, so no budget could be promised",
+                allowed="gemini over data ranks, with tp and cp",
+                remedy=f"zero3+{name}{size}",
+            )

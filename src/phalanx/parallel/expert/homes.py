@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch._guards import detect_fake_mode
 
 from phalanx.errors import ConfigError
 from phalanx.layout import split_range
@@ -51,13 +52,18 @@ class Homes:
 
     def tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """(home, place there) of every expert, on the device."""
+        if detect_fake_mode() is not None:  # what a run without data makes is not kept for those with data
+            return self._new_tables(device)
         if device not in self._tables:
-            home, place = torch.zeros(2, self.num_experts, dtype=torch.int64)
-            for rank, experts in enumerate(self.held):
-                for at, expert in enumerate(experts):
-                    home[expert], place[expert] = rank, at
-            self._tables[device] = home.to(device), place.to(device)
+            self._tables[device] = self._new_tables(device)
         return self._tables[device]
+
+    def _new_tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        home, place = torch.zeros(2, self.num_experts, dtype=torch.int64)
+        for rank, experts in enumerate(self.held):
+            for at, expert in enumerate(experts):
+                home[expert], place[expert] = rank, at
+        return home.to(device), place.to(device)
 
     @cached_property
     def _tables(self) -> dict[torch.device, tuple[torch.Tensor, torch.Tensor]]:
