@@ -136,7 +136,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", ["tp2", pytest.param("cp2", marks=pytest.mark.slow)])
 def test_tiers_beside_another_axis(cell):
     require("tiny-llama", *CELLS[cell])
 

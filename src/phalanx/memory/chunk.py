@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 
 from phalanx.cluster import comm
 from phalanx.cluster.placement import Placement
@@ -246,7 +247,9 @@ class Chunk:
 
     def require_own_memory(self) -> None:
         """Raises: ConfigError for a parameter that no longer shows the chunk's memory: the optimizer's updates would not reach it."""
-        place = self.full.untyped_storage().data_ptr()  # 0 where tensors have no memory, as in a rehearsal
+        if isinstance(self.full, FakeTensor):  # in a rehearsal nothing lies anywhere
+            return
+        place = self.full.untyped_storage().data_ptr()  # 0 where there are no elements
         for slot in self.slots if place or not self.is_gathered else ():
             parameter = slot.parameter
             if self.is_gathered:
