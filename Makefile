@@ -14,7 +14,7 @@ SIDE_BY_SIDE := --numprocesses 2 --dist worksteal
 help:
 	@echo "make demo         train a small Llama on two books, on two processes (3 to 5 minutes)"
 	@echo "make test         the fixed cover of tests (under 15 minutes on 2 cores)"
-	@echo "make test-all     every cell; writes the support table into README.md"
+	@echo "make test-all     every cell; writes the tables into README.md and docs/checkpoints.md"
 	@echo "make lint         ruff, and mypy on the ground floor and the plan"
 	@echo "make format       rewrite the files as ruff wants them"
 	@echo "make bench-train  time and memory against PyTorch DDP, FSDP2 and DeepSpeed"
@@ -38,7 +38,7 @@ test: $(READY)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow and not gpu"
 
 test-all: $(READY)
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --support-table=README.md
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --support-table=README.md --load-table=docs/checkpoints.md
 
 lint: $(READY)
 	$(BIN)/ruff check .

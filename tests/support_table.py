@@ -63,14 +63,14 @@ def _cell(results: list[bool] | None) -> str:
     return f"{len(results)} ✓" if all(results) else f"**{results.count(False)} of {len(results)} ✗**"
 
 
-def write(path: Path, table: str) -> None:
+def write(path: Path, table: str, begin: str = BEGIN, end: str = END) -> None:
     """Replaces what stands between the two marks of a file."""
     text = path.read_text(encoding="utf-8")
-    before, mark, rest = text.partition(BEGIN)
-    _, closing, after = rest.partition(END)
+    before, mark, rest = text.partition(begin)
+    _, closing, after = rest.partition(end)
     if not mark or not closing:
-        raise ValueError(f"{path} lacks the marks {BEGIN} and {END}")
-    path.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+        raise ValueError(f"{path} lacks the marks {begin} and {end}")
+    path.write_text(f"{before}{begin}\n{table}\n{end}{after}", encoding="utf-8")
 
 
 class SupportTable:

@@ -1,6 +1,8 @@
 """Checkpoints that are written while the run goes on: they hold that moment, meet no collective, and are not lost in silence."""
 
 import contextlib
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -162,6 +164,22 @@ def test_a_loop_that_fails_ends_its_save_first(tmp_path):
 def reports_of(name, rounds):
     meeting, axis = Meeting(name), adam("zero0")[0].mesh.world
     return [meeting.gather((number, axis.index), axis) for number in range(rounds)]
+
+
+def asked_to_stop():
+    """What each step tells where SIGTERM comes to one rank alone, and that it is over afterwards."""
+    booster, _, _ = adam("zero1")
+    told = []
+    with booster.noticing_sigterm():
+        for step in range(3):
+            if (step, booster.world.rank) == (1, 1):
+                os.kill(os.getpid(), signal.SIGTERM)
+            told.append(booster.step(local(batch(step))).stop_asked)
+    return told, booster.step(local(batch(3))).stop_asked
+
+
+def test_every_rank_learns_in_the_same_step_that_one_is_asked_to_stop():
+    assert run_ranks(asked_to_stop, 2) == [([False, True, True], False)] * 2
 
 
 @pytest.mark.slow

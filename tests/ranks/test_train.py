@@ -163,6 +163,32 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(tmp_path,
     assert [entry.name for entry in broken.checkpoints.folder.iterdir()] == ["step-000060"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_is_asked_to_stop_saves_its_step_and_goes_on_from_it(tmp_path, processes):
+    """Once by itself and once through the launcher, which hands SIGTERM on to its ranks."""
+    path = write_recipe(tmp_path)
+    keeping = ["--run.plan=zero2", "--steps.total=60", "--steps.save_every=0", "--steps.evaluate_every=0", "-n", str(processes), "--resume"]
+    whole, broken = Folder(tmp_path / "whole"), Folder(tmp_path / "broken")
+
+    def command(folder):
+        words = [sys.executable, "-m", "phalanx.cli.main", "train", str(path), f"--run.folder={folder.root}", *keeping]
+        return subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+
+    assert command(whole).wait() == 0
+    process = command(broken)
+    while not (broken.events.exists() and any(event.name == "loss" for event in read_events(broken.events))):
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait() == 143
+    [step] = [event.step for event in read_events(broken.events) if (event.kind, event.name) == ("run", "stop")]
+    assert list(broken.checkpoints.paths()) == [step]
+    assert 2 <= step < 60
+    assert command(broken).wait() == 0
+    assert [event.step for event in read_events(broken.events) if (event.kind, event.name) == ("run", "resume")] == [step]
+    assert (broken.model / "model.safetensors").read_bytes() == (whole.model / "model.safetensors").read_bytes()
+
+
 def test_where_every_checkpoint_is_damaged_the_run_is_refused_and_nothing_is_lost(tmp_path):
     path = write_recipe(tmp_path)
     folder = run(path, 1)

@@ -25,7 +25,7 @@ from phalanx.booster.start import StartState
 from phalanx.booster.tiers import tier_sizes
 from phalanx.booster.training import Training, to_device
 from phalanx.checkpoint import Saving
-from phalanx.cluster import comm, device, launch
+from phalanx.cluster import comm, device, launch, stopping
 from phalanx.cluster.mesh import Mesh
 from phalanx.cluster.random import Streams
 from phalanx.data import boost_loader, first_batch
@@ -352,6 +352,12 @@ class Booster:
                 self._under_way.settle()
             raise
         self.finish_saving()
+
+    @contextmanager
+    def noticing_sigterm(self) -> Iterator[None]:
+        """SIGTERM inside no longer ends the process: the result of the step that it met says `stop_asked`, on all ranks alike."""
+        with stopping.noticing():
+            yield
 
     def load(self, path: str | Path) -> None:
         """Takes up a run that `save` wrote; raises CheckpointError where a part is missing. Collective.

@@ -11,7 +11,8 @@ class Result:
 
     `loss` is the sum of losses over the global count, the number that was differentiated. `grad_norm` is the global norm *before*
     clipping, `clip_factor` what the gradients were multiplied with. `tokens` is the global count (labels, or rows).
-    `skipped` steps had a gradient that was not finite, or nothing to count; they changed nothing.
+    `skipped` steps had a gradient that was not finite, or nothing to count; they changed nothing. `stop_asked`: a rank has got
+    SIGTERM inside `booster.noticing_sigterm()`, so it is time to save and to leave.
     """
 
     loss: float
@@ -22,3 +23,4 @@ class Result:
     skipped_total: int = 0
     lr: float | None = None
     loss_scale: float | None = None
+    stop_asked: bool = False

@@ -21,7 +21,7 @@ from phalanx.booster.rhythm import Rhythm
 from phalanx.booster.sequence_proof import prove
 from phalanx.booster.sequences import SplitSequences
 from phalanx.booster.start import Names
-from phalanx.cluster import comm
+from phalanx.cluster import comm, stopping
 from phalanx.cluster.mesh import Axis
 from phalanx.data import num_rows, spare_row, take_rows
 from phalanx.errors import ConfigError, ShapeError
@@ -44,6 +44,7 @@ class Agreed:
     loss_sum: float
     count: float
     power: float
+    stop_asked: bool
 
 
 class Training:
@@ -328,10 +329,11 @@ class Training:
             comm.all_reduce(power, self.world, op="max").wait()
             power = power / self.world.size
         own = torch.stack([self.loss_sum, self.count]) * self.counts_loss
-        used = torch.tensor([self.num_backwards, *(name in mine for name in self.names)], dtype=torch.float64, device=engine.device)
+        told = [self.num_backwards, stopping.asked(), *(name in mine for name in self.names)]
+        used = torch.tensor(told, dtype=torch.float64, device=engine.device)
         vector = torch.cat([own, power.reshape(1), used])
         comm.all_reduce(vector, self.world).wait()
-        loss_sum, count, total, num_backwards, *flags = _read(vector)
+        loss_sum, count, total, num_backwards, num_asked, *flags = _read(vector)
         engine.set_used({name for name, flag in zip(self.names, flags) if flag > 0})
         if not num_backwards:
             raise ConfigError(
@@ -341,7 +343,7 @@ class Training:
             )
         if math.isnan(loss_sum):
             engine.look_again()
-        self.agreed = Agreed(loss_sum, count, total)
+        self.agreed = Agreed(loss_sum, count, total, stop_asked=num_asked > 0 and detect_fake_mode(vector) is None)
         return self.agreed
 
     def step(self, advance: bool) -> Result:
@@ -372,6 +374,7 @@ class Training:
             skipped_total=self.skipped_total,
             lr=lr,
             loss_scale=scale,
+            stop_asked=agreed.stop_asked,
         )
         self.clear()
         if self.scheduler is not None:

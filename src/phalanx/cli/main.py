@@ -27,7 +27,7 @@ COMMANDS = {
     "doctor": "what this machine has, what is missing, and what that costs",
 }
 
-EXIT_CODES = "exit code: 0 done, 1 the work itself failed, 2 wrong use, 130 interrupted"
+EXIT_CODES = "exit code: 0 done, 1 the work itself failed, 2 wrong use, 130 interrupted, 143 ended by SIGTERM"
 
 
 class Parser(argparse.ArgumentParser):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-DONE, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, WRONG_USE, INTERRUPTED, STOPPED = 0, 1, 2, 130, 143
 
 
 def print_json(values: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cli.output import FAILED, INTERRUPTED, print_json, print_rows
+from phalanx.cli.output import FAILED, INTERRUPTED, STOPPED, print_json, print_rows
 
 if TYPE_CHECKING:
     from phalanx.train.recipe import Recipe
@@ -56,8 +56,10 @@ def _train(arguments: argparse.Namespace, recipe: Recipe, overrides: list[str]) 
     if size == 1 or world.size > 1:
         from phalanx.train.loop import train
 
-        train(recipe, resume=arguments.resume)
+        complete = train(recipe, resume=arguments.resume)
         shutdown()
+        if not complete:
+            return _failed(arguments, STOPPED)
     else:
         shutdown()
         code = _start_ranks(arguments, overrides, size)
@@ -76,7 +78,7 @@ def _start_ranks(arguments: argparse.Namespace, overrides: list[str], size: int)
 def _failed(arguments: argparse.Namespace, code: int) -> int:
     if arguments.json:
         print_json({"ok": False, "exit_code": code})
-    return code if code == INTERRUPTED else FAILED
+    return code if code in (INTERRUPTED, STOPPED) else FAILED
 
 
 def _review(arguments: argparse.Namespace, recipe: Recipe) -> int:

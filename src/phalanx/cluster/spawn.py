@@ -23,11 +23,14 @@ from typing import IO
 import torch.distributed as dist
 
 from phalanx.cluster import failure, launch
+from phalanx.cluster.stopping import STOPPED
 from phalanx.errors import ConfigError
 
 POLL_S = 0.1
 # After the first failure: for the others to leave by themselves, then from SIGTERM to SIGKILL.
 LEAVE_S, TERMINATE_S = 6.0, 3.0
+# After SIGTERM, for ranks that notice it to end their step and to save; whoever sent it sets the limit that counts.
+SAVE_S = 120.0
 # A traceback of a process that still lives after this long was only logged, and is shown like any other line.
 LOGGED_AFTER_S = 3.0
 
@@ -57,6 +60,10 @@ class RankProcess:
 
     def exit_code(self) -> int | None:
         return self.process.poll()
+
+    def ask(self, number: int) -> None:
+        """Sends a signal to the rank alone, which may still need what it started."""
+        self.process.send_signal(number)
 
     def signal(self, number: int) -> None:
         """Sends a signal to the rank and all it started."""
@@ -121,7 +128,7 @@ def run_processes(
     meeting = dist.FileStore(file, nproc + 1) if file else nodes.store
     ranks: list[RankProcess] = []
     try:
-        with _termination_as_interrupt():
+        with _termination_raised():
             for local_rank in range(nproc):
                 ranks += [_start(command, nodes, local_rank, file)]
             code = _watch(ranks, nodes, dist.PrefixStore("phalanx/0", meeting))
@@ -130,6 +137,8 @@ def run_processes(
     except KeyboardInterrupt:
         _end(ranks, first_signal=signal.SIGINT)
         return 130
+    except _Terminated:
+        return _stop(ranks)
     finally:
         _end(ranks)
         shutil.rmtree(directory, ignore_errors=True)
@@ -227,10 +236,10 @@ def _watch(ranks: list[RankProcess], nodes: _Nodes, store: dist.Store) -> int:
     """Waits until all ranks have ended well, or one has failed anywhere; then ends the rest and tells why."""
     while True:
         codes = [rank.exit_code() for rank in ranks]
-        if _published(store) is not None or any(code for code in codes):
+        if _published(store) is not None or any(code not in (None, 0, STOPPED) for code in codes):
             return _finish_failed(ranks, store)
-        if all(code == 0 for code in codes):
-            return 0
+        if None not in codes:
+            return STOPPED if STOPPED in codes else 0
         now = time.monotonic()
         for rank in ranks:
             rank.show_logged(now)
@@ -286,12 +295,26 @@ def _end(ranks: list[RankProcess], first_signal: signal.Signals = signal.SIGTERM
     alive = [rank for rank in ranks if rank.exit_code() is None]
     for rank in alive:
         rank.signal(first_signal)
-    deadline = time.monotonic() + TERMINATE_S
-    while time.monotonic() < deadline and any(rank.exit_code() is None for rank in alive):
-        time.sleep(0.05)
+    _await_end(alive, TERMINATE_S)
     for rank in ranks:
         rank.signal(signal.SIGKILL)
         rank.process.wait()
+
+
+def _stop(ranks: list[RankProcess]) -> int:
+    """Hands SIGTERM on, gives ranks that notice it time to save, and returns the exit code."""
+    for rank in ranks:
+        rank.ask(signal.SIGTERM)
+    _await_end(ranks, SAVE_S)
+    for rank in ranks:
+        print(rank.take_traceback(), end="", file=sys.stderr, flush=True)
+    return 0 if all(rank.exit_code() == 0 for rank in ranks) else STOPPED
+
+
+def _await_end(ranks: list[RankProcess], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(rank.exit_code() is None for rank in ranks):
+        time.sleep(0.05)
 
 
 def _wait_for_nodes(nodes: _Nodes) -> None:
@@ -310,17 +333,22 @@ def _wait_for_nodes(nodes: _Nodes) -> None:
             gone = nodes.store.add("nodes/gone", 0)
 
 
+class _Terminated(BaseException):
+    """SIGTERM has come, which schedulers send."""
+
+
 @contextlib.contextmanager
-def _termination_as_interrupt() -> Iterator[None]:
-    """Turns SIGTERM, which schedulers send, into KeyboardInterrupt, so that ranks are ended in order."""
+def _termination_raised() -> Iterator[None]:
+    """Raises _Terminated inside when SIGTERM comes, so that ranks are ended in order."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
+    def stop(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough
+        raise _Terminated
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    previous = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:

@@ -54,8 +54,8 @@ class Job:
     loads: list[LayerLoad] = field(default_factory=list)
 
 
-def train(recipe: Recipe, *, resume: bool = False) -> None:
-    """Trains as the recipe says, as one rank of the job; the folder was prepared before.
+def train(recipe: Recipe, *, resume: bool = False) -> bool:
+    """Trains as the recipe says, as one rank of the job; the folder was prepared before. False: SIGTERM came, and it can be resumed.
 
     Leaves `events.jsonl`, checkpoints, the model in the form of transformers, and `summary.json`.
     """
@@ -66,16 +66,21 @@ def train(recipe: Recipe, *, resume: bool = False) -> None:
     if world.rank == 0:  # the numbers of a step are the same on every rank
         events.open(job.folder.events, recipe.name, world.rank)
     events.emit("run", "resume" if begun else "start", step=step, recipe=recipe_table(recipe), plan=str(job.booster.plan), world=world.size)
-    with job.display, job.booster.saves_finished():
+    stopped = False
+    with job.display, job.booster.noticing_sigterm(), job.booster.saves_finished():
         for step, batch in count_steps(job.training, begun, recipe.steps.total):
             watched = step == min(begun + WATCHED_STEP, recipe.steps.total)
             traced = step == min(begun + WATCHED_STEP + 1, recipe.steps.total)
             run = watched_step if watched else traced_step if traced else plain_step
-            job.meter.add(step, run(job, batch))
+            result = run(job, batch)
+            job.meter.add(step, result)
+            if stopped := result.stop_asked:
+                break
             after_step(job, step)
-        finish(job, step)
-    events.emit("run", "end", step=step)
+        stop(job, step) if stopped else finish(job, step)
+    events.emit("run", "stop" if stopped else "end", step=step)
     events.close()
+    return not stopped
 
 
 def build_job(recipe: Recipe, *, visible: bool) -> Job:
@@ -224,6 +229,13 @@ def save(job: Job, step: int) -> None:
 
     with job.meter.paused():
         job.booster.save(series.path(step), wait=job.booster.plan.gemini, then=completed)
+
+
+def stop(job: Job, step: int) -> None:
+    """What is done where there is little time left: a checkpoint, and no more."""
+    save(job, step)
+    job.booster.finish_saving()
+    job.display.say(f"asked to stop: step {step} is saved")
 
 
 def restore(job: Job) -> int:
