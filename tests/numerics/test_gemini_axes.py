@@ -4,13 +4,11 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from tier_meter import counted
 
 import phalanx as px
 from phalanx.cluster import collectives, comm
 from phalanx.errors import CapacityError
-from phalanx.memory.arena import Arena
-from phalanx.memory.record import OtherBytes
 from phalanx.plan import Plan
 from phalanx.precision import lift_to_float64
 from phalanx.testing import run_ranks
@@ -164,35 +162,14 @@ def test_tiers_beside_axes_and_the_verifier():
 
 
 @contextmanager
-def counted(tiers, beside):
-    """Counts every tensor beside the chunks, with the peak in each interval, as the real pass makes them.
-
-    Nothing is sent: what the library that carries messages holds, and for how long after them, is not the pass's.
-    """
-    meter, peaks, note, new, sent = OtherBytes(), [], tiers.note, Arena.new, collectives._is_tried_out
+def nothing_sent():
+    """What the library that carries messages holds, and for how long after them, is not the pass's."""
+    sent = collectives._is_tried_out
     collectives._is_tried_out = lambda tensor, axis: True
-    for chunk in tiers.chunks:
-        meter.ignore([chunk.full, chunk.compute_shard, chunk.master, *(place.bytes for place in chunk.places.values())])
-    meter.ignore(beside)
-    kept = []
-
-    def new_ignored(arena, num_elements, dtype):
-        with _disable_current_modes():
-            kept.append(new(arena, num_elements, dtype))
-        meter.ignore(kept[-1:])
-        return kept[-1]
-
-    def note_peak(kind, chunk):
-        peaks.append(meter.restart())
-        return note(kind, chunk)
-
-    Arena.new, tiers.note = new_ignored, note_peak
     try:
-        with meter:
-            yield peaks
-        peaks.append(meter.restart())
+        yield
     finally:
-        Arena.new, tiers.note, collectives._is_tried_out = new, note, sent
+        collectives._is_tried_out = sent
 
 
 def peaks_of(name, fields):
@@ -200,7 +177,7 @@ def peaks_of(name, fields):
     px.launch()
     run = Run(name, fields, ROOMY | {"placement": "host"}, dtype=torch.float32, steps=2)
     inputs = [*run.batch.values(), *run.training.model.buffers()]
-    with counted(run.tiers, inputs) as peaks:
+    with nothing_sent(), counted(run.tiers, inputs) as peaks:
         run.training.forward_backward(run.batch)
     beside = sum(tensor.nbytes for tensor in inputs)
     return run.tiers.plan.record.others, [peak + beside for peak in peaks]

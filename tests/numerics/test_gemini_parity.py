@@ -1,15 +1,11 @@
 """A state in tiers gives the numbers of one process at every budget; it never exceeds one, and moves what was foreseen, to the byte."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from tier_meter import counted
 
 import phalanx as px
 from phalanx.errors import CapacityError, PlanError
-from phalanx.memory.arena import Arena
-from phalanx.memory.record import OtherBytes
 from phalanx.verify import verify_named
 from phalanx.verify.batches import make_batch
 from phalanx.verify.tiny import build_tiny
@@ -115,35 +111,6 @@ def test_ranks_share_the_state(tmp_path, model, table, world):
         table = {**table, "gemini": {**table["gemini"], "disk_path": str(tmp_path)}}
     report = verify_named(model, Plan.from_table(table), world, clip_norm=0.5)
     assert report.ok, str(report)
-
-
-@contextmanager
-def counted(tiers, beside):
-    """Counts every tensor beside the chunks, with the peak in each interval, as the real pass makes them."""
-    meter, peaks, note, new = OtherBytes(), [], tiers.note, Arena.new
-    for chunk in tiers.chunks:
-        own = [chunk.full, chunk.compute_shard, chunk.master, *(place.bytes for place in chunk.places.values())]
-        meter.ignore(own)
-    meter.ignore(beside)
-    kept = []
-
-    def new_ignored(arena, num_elements, dtype):
-        with _disable_current_modes():
-            kept.append(new(arena, num_elements, dtype))
-        meter.ignore(kept[-1:])
-        return kept[-1]
-
-    def note_peak(kind, chunk):
-        peaks.append(meter.restart())
-        return note(kind, chunk)
-
-    Arena.new, tiers.note = new_ignored, note_peak
-    try:
-        with meter:
-            yield peaks
-        peaks.append(meter.restart())
-    finally:
-        Arena.new, tiers.note = new, note
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-vit"])

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensor
 
 from phalanx.cluster import deadlock, debug, failure, launch
+from phalanx.cluster.buffers import buffers
 from phalanx.cluster.ledger import ledger, ring_all_reduce_bytes, tree_broadcast_bytes
 from phalanx.cluster.mesh import Axis, group_of
 from phalanx.cluster.sentry import blocked
@@ -278,42 +279,6 @@ def raise_and_publish(error: CommError) -> NoReturn:
     """Makes `error` the job's failure and raises it here."""
     failure.publish(error)
     raise error
-
-
-class _Buffers:
-    """Receive buffers kept for the next call of the same size: fresh pages cost more than the copy into them.
-
-    At most `limit_bytes` wait here; what exceeds it goes, the longest unused first.
-    """
-
-    def __init__(self, limit_bytes: int = 64 * 2**20):
-        self._free: list[torch.Tensor] = []
-        self._limit_bytes = limit_bytes
-
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        for position in range(len(self._free) - 1, -1, -1):
-            buffer = self._free[position]
-            if buffer.numel() == numel and buffer.dtype == dtype:
-                return self._free.pop(position)
-        # Selective recompute watches which operations run in a forward and again in its backward; whether a buffer is at hand differs.
-        with torch._C._DisableTorchDispatch():
-            return torch.empty(numel, dtype=dtype)
-
-    def give(self, buffer: torch.Tensor) -> None:
-        self._free.append(buffer)
-        while sum(_nbytes(kept) for kept in self._free) > self._limit_bytes:
-            self._free.pop(0)
-
-    def clear(self) -> None:
-        self._free.clear()
-
-
-buffers = _Buffers()
-
-
-def release_buffers() -> None:
-    """Drops the receive buffers that wait for the next collective of their size: between steps they are only in the way."""
-    buffers.clear()
 
 
 def _reduce_scatter_here(out: torch.Tensor, full: torch.Tensor, axis: Axis) -> Pending:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phalanx.cluster.agreement import agree
+from phalanx.cluster.buffers import release_buffers
 from phalanx.cluster.collectives import (
     Pending,
     all_gather,
@@ -15,7 +16,6 @@ from phalanx.cluster.collectives import (
     gather_objects,
     recv,
     reduce_scatter,
-    release_buffers,
     send,
 )
 from phalanx.cluster.differentiable import copy_to, exchange, gather_from, reduce_from, scatter_to
